@@ -1,0 +1,77 @@
+"""Servers and what is measured against them. Each job owns its server from start to end."""
+
+
+rule probe_server:
+    """Start a server once: real tokens, settings read back, proof that prefix reuse is off."""
+    input:
+        checkpoint="<results>/{variant}/checkpoint/manifest.json",
+        dataset="<results>/data/validation/manifest.json",
+    output:
+        "<results>/{variant}/server/probe.json",
+    log:
+        "<results>/logs/{variant}/probe_server.log",
+    params:
+        spec=spec_of("probe_server"),
+    threads: CORES
+    resources:
+        gpu=accelerators,
+        ready_timeout_s=600,
+        stop_grace_s=20,
+    shell:
+        "{PYTHON:q} {SCRIPTS:q}/probe_server.py --spec {params.spec:q}"
+        " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
+        " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
+        " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
+
+
+rule run_performance:
+    """Measure throughput and latency of one scenario."""
+    input:
+        checkpoint="<results>/{variant}/checkpoint/manifest.json",
+        dataset="<results>/data/validation/manifest.json",
+        # Goes first, but a repeated probe is no reason to repeat a measurement.
+        probe=ancient("<results>/{variant}/server/probe.json"),
+    output:
+        "<results>/{variant}/{scenario}/performance/run.json",
+    log:
+        "<results>/logs/{variant}/{scenario}/run_performance.log",
+    params:
+        spec=spec_of("run_performance"),
+    threads: CORES
+    resources:
+        gpu=accelerators,
+        ready_timeout_s=600,
+        stop_grace_s=20,
+    shell:
+        "{PYTHON:q} {SCRIPTS:q}/{rule}.py --spec {params.spec:q}"
+        " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
+        " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
+        " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
+
+
+use rule run_performance as run_accuracy with:
+    output:
+        "<results>/{variant}/{scenario}/accuracy/run.json",
+    log:
+        "<results>/logs/{variant}/{scenario}/run_accuracy.log",
+    params:
+        spec=spec_of("run_accuracy"),
+
+
+rule score_accuracy:
+    """Score the answers of one accuracy run with ROUGE."""
+    input:
+        run="<results>/{variant}/{scenario}/accuracy/run.json",
+        dataset="<results>/data/validation/manifest.json",
+        model="<results>/model/manifest.json",
+    output:
+        "<results>/{variant}/{scenario}/accuracy/accuracy.json",
+    log:
+        "<results>/logs/{variant}/{scenario}/score_accuracy.log",
+    params:
+        spec=spec_of("score_accuracy"),
+    threads: CORES
+    shell:
+        "{PYTHON:q} {SCRIPTS:q}/score_accuracy.py --spec {params.spec:q} --run {input.run:q}"
+        " --dataset {input.dataset:q} --model {input.model:q}"
+        " --output {output:q} --log {log:q}"

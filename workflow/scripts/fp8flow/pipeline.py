@@ -1,0 +1,398 @@
+"""The products of a configuration: where each lies, what determines it, what it is made from.
+
+The rules take their identity param from here, and a product on disk whose record says something
+else is found here, whatever Snakemake remembers of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fp8flow.code_hash import code_hash
+from fp8flow.config_file import LoadedConfig, Variant
+from fp8flow.errors import FlowError
+from fp8flow.spec import Spec
+from fp8flow.tools import locked_versions
+
+LOCK_FILE = "envs/requirements.lock"
+
+_TOKENIZER_TOOLS = ("transformers", "tokenizers")
+_TORCH_TOOLS = ("torch", "transformers", "safetensors")
+_RUN_TOOLS = ("mlcommons-loadgen", "aiohttp")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What computes a rule's product: its programs and the tools they use."""
+
+    scripts: tuple[str, ...]
+    tools: tuple[str, ...] = ()
+
+
+PROGRAMS = {
+    "fetch_model": Program(("fetch_model.py",), (*_TORCH_TOOLS, "gguf", "huggingface-hub")),
+    "prepare_dataset": Program(("prepare_dataset.py",), ("datasets", *_TOKENIZER_TOOLS)),
+    "prepare_calibration": Program(("prepare_calibration.py",), ("datasets", *_TOKENIZER_TOOLS)),
+    "quantize": Program(("quantize.py",), ("nvidia-modelopt", *_TORCH_TOOLS)),
+    "probe_server": Program(("probe_server.py",), ("aiohttp",)),
+    "run_performance": Program(("run_performance.py", "loadgen_worker.py"), _RUN_TOOLS),
+    "run_accuracy": Program(("run_accuracy.py", "loadgen_worker.py"), _RUN_TOOLS),
+    "score_accuracy": Program(
+        ("score_accuracy.py",), ("evaluate", "nltk", "rouge-score", *_TOKENIZER_TOOLS)
+    ),
+    "describe_system": Program(("describe_system.py",), ("nvidia-ml-py", "psutil")),
+    "assemble_submission": Program(("assemble_submission.py",), ("jinja2",)),
+    "validate_submission": Program(("validate_submission.py",)),
+    "render_report": Program(("render_report.py",), ("jinja2",)),
+}
+
+BACKENDS = {"transformers": Program(("serve_transformers.py",), _TORCH_TOOLS)}
+
+
+# Collecting targets of the Snakefile and the rules whose products they ask for.
+TARGETS: dict[str, tuple[str, ...]] = {
+    "all": ("*",),
+    "checkpoint": ("quantize",),
+    "probe": ("probe_server",),
+    "performance": ("run_performance",),
+    "accuracy": ("score_accuracy",),
+    "submission": ("validate_submission",),
+    "report": ("render_report",),
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product: its record, its spec, and the records it is made from."""
+
+    rule: str
+    record: str
+    spec: Spec
+    needs: Mapping[str, str] = field(default_factory=dict)
+    variant: str | None = None
+    scenario: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Short name for messages."""
+        return " ".join(part for part in (self.rule, self.variant, self.scenario) if part)
+
+
+@dataclass(frozen=True)
+class Stale:
+    """A product on disk that was made from other settings, code, tools or inputs."""
+
+    product: Product
+    reasons: tuple[str, ...]
+
+
+class Pipeline:
+    """All products of one checked configuration."""
+
+    def __init__(self, loaded: LoadedConfig, checkout: Path) -> None:
+        self.config = loaded.config
+        self.variants = loaded.variants
+        self.checkout = checkout
+        self.results = PurePosixPath(loaded.config.run.results)
+        self.scenarios = loaded.config.scenarios.chosen()
+
+    def _spec(self, rule: str, settings: dict[str, Any], extra: Program | None = None) -> Spec:
+        program = PROGRAMS[rule]
+        scripts = program.scripts + (extra.scripts if extra else ())
+        names = set(program.tools + (extra.tools if extra else ()))
+        tools = locked_versions(self.checkout / LOCK_FILE, names)
+        code = code_hash(self.checkout / "workflow" / "scripts", scripts)
+        return Spec(rule, settings, code, tools)
+
+    def _section(self, name: str, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+        section: dict[str, Any] = getattr(self.config, name).model_dump(mode="json")
+        return {key: value for key, value in section.items() if key not in leave_out}
+
+    def _at(self, *parts: str) -> str:
+        return str(self.results.joinpath(*parts))
+
+    @cached_property
+    def products(self) -> dict[str, Product]:
+        """All products by the path of their record."""
+        found = [*self._shared(), *self._per_variant(), *self._submission()]
+        return {product.record: product for product in found}
+
+    def find(self, rule: str, variant: str | None = None, scenario: str | None = None) -> Product:
+        """Return one product.
+
+        Raises:
+            FlowError: if the configuration has no such product.
+        """
+        for product in self.products.values():
+            if (product.rule, product.variant, product.scenario) == (rule, variant, scenario):
+                return product
+        wanted = " ".join(part for part in (rule, variant, scenario) if part)
+        known = ", ".join(sorted(product.title for product in self.products.values()))
+        raise FlowError(f"the configuration has no product {wanted!r}; it has: {known}")
+
+    def _shared(self) -> Iterator[Product]:
+        model = self._at("model", "manifest.json")
+        calibration = {
+            "calibration": self._section("calibration", ("batch_size",)),
+            "dataset": {
+                key: self._section("dataset")[key] for key in ("id", "revision", "template")
+            },
+        }
+        yield Product(
+            "fetch_model",
+            model,
+            self._spec("fetch_model", {"model": self._section("model", ("name",))}),
+        )
+        yield Product(
+            "prepare_dataset",
+            self._at("data", "validation", "manifest.json"),
+            self._spec("prepare_dataset", {"dataset": self._section("dataset")}),
+            {"model": model},
+        )
+        yield Product(
+            "prepare_calibration",
+            self._at("data", "calibration", "manifest.json"),
+            self._spec("prepare_calibration", calibration),
+            {"model": model},
+        )
+        yield Product(
+            "describe_system",
+            self._at("system", "system.json"),
+            self._spec("describe_system", {"system": self._section("system")}),
+        )
+
+    def _per_variant(self) -> Iterator[Product]:
+        for variant in self.variants.values():
+            yield self._quantize(variant)
+            yield self._probe(variant)
+            for scenario in self.scenarios:
+                yield from self._runs(variant, scenario)
+
+    def _quantize(self, variant: Variant) -> Product:
+        settings: dict[str, Any] = {"quantization": variant.quantization.model_dump(mode="json")}
+        needs = {"model": self._at("model", "manifest.json")}
+        if variant.quantization.method != "none":
+            settings["calibration"] = {"batch_size": self.config.calibration.batch_size}
+            needs["calibration"] = self._at("data", "calibration", "manifest.json")
+        record = self._at(variant.name, "checkpoint", "manifest.json")
+        return Product("quantize", record, self._spec("quantize", settings), needs, variant.name)
+
+    def _serving(self, variant: Variant) -> dict[str, Any]:
+        return {
+            "engine": variant.engine.model_dump(mode="json"),
+            "model": {"name": self.config.model.name},
+        }
+
+    def _run_needs(self, variant: Variant) -> dict[str, str]:
+        return {
+            "checkpoint": self._at(variant.name, "checkpoint", "manifest.json"),
+            "dataset": self._at("data", "validation", "manifest.json"),
+        }
+
+    def _probe(self, variant: Variant) -> Product:
+        return Product(
+            "probe_server",
+            self._at(variant.name, "server", "probe.json"),
+            self._spec("probe_server", self._serving(variant), BACKENDS[variant.engine.backend]),
+            self._run_needs(variant),
+            variant.name,
+        )
+
+    def _runs(self, variant: Variant, scenario: str) -> Iterator[Product]:
+        scenario_settings = self.scenarios[scenario].model_dump(mode="json")
+        common = {
+            **self._serving(variant),
+            "harness": self._section("harness"),
+            "scenario": scenario,
+        }
+        # An accuracy run visits every sample once: durations and counts have no part in it.
+        accuracy_settings = {
+            key: value
+            for key, value in scenario_settings.items()
+            if key not in ("min_duration_ms", "min_queries")
+        }
+        backend = BACKENDS[variant.engine.backend]
+        folder = (variant.name, scenario)
+        for mode, settings in (("performance", scenario_settings), ("accuracy", accuracy_settings)):
+            rule = f"run_{mode}"
+            spec = self._spec(rule, {**common, "scenario_settings": settings}, backend)
+            record = self._at(*folder, mode, "run.json")
+            yield Product(rule, record, spec, self._run_needs(variant), *folder)
+        yield Product(
+            "score_accuracy",
+            self._at(*folder, "accuracy", "accuracy.json"),
+            self._spec("score_accuracy", {}),
+            {
+                "run": self._at(*folder, "accuracy", "run.json"),
+                "dataset": self._at("data", "validation", "manifest.json"),
+                "model": self._at("model", "manifest.json"),
+            },
+            *folder,
+        )
+
+    def run_records(self, variant: str, mode: str) -> list[str]:
+        """Return the run records of one variant, by scenario; mode performance or accuracy."""
+        return [self._at(variant, scenario, mode, "run.json") for scenario in self.scenarios]
+
+    def accuracy_records(self, variant: str) -> list[str]:
+        """Return the accuracy records of one variant, by scenario."""
+        return [
+            self._at(variant, scenario, "accuracy", "accuracy.json") for scenario in self.scenarios
+        ]
+
+    def measured(self, variants: list[str]) -> dict[str, str]:
+        """Return the records of all runs and scores of some variants, by their path."""
+        records: list[str] = []
+        for variant in variants:
+            records += self.run_records(variant, "performance")
+            records += self.run_records(variant, "accuracy")
+            records += self.accuracy_records(variant)
+        return {record: record for record in records}
+
+    def _submission(self) -> Iterator[Product]:
+        chosen = self.config.submission.variant
+        shared = {
+            "model": self._at("model", "manifest.json"),
+            "dataset": self._at("data", "validation", "manifest.json"),
+            "checkpoint": self._at(chosen, "checkpoint", "manifest.json"),
+        }
+        if self.variants[chosen].quantization.method != "none":
+            shared["calibration"] = self._at("data", "calibration", "manifest.json")
+        package = self._at("submission", "manifest.json")
+        verdict = self._at("submission", "verdict.json")
+        yield Product(
+            "assemble_submission",
+            package,
+            self._spec(
+                "assemble_submission",
+                {"submission": self._section("submission"), "config": self._effective_config()},
+            ),
+            {
+                **shared,
+                **self.measured([chosen]),
+                "system": self._at("system", "system.json"),
+                "probe": self._at(chosen, "server", "probe.json"),
+            },
+        )
+        yield Product(
+            "validate_submission",
+            verdict,
+            self._spec("validate_submission", {"submission": self._section("submission")}),
+            {"submission": package, **self.measured([chosen])},
+        )
+        yield Product(
+            "render_report",
+            self._at("report", "manifest.json"),
+            self._spec("render_report", {"report": self._section("report")}),
+            {**shared, **self.measured(list(self.variants)), "verdict": verdict},
+        )
+
+    def _effective_config(self) -> dict[str, Any]:
+        """Return what src/ of the submission documents: everything that shapes the measurement."""
+        config = self.config.model_dump(mode="json")
+        return {key: value for key, value in config.items() if key not in ("run", "report")}
+
+    def source_files(self, section: str) -> list[str]:
+        """Return the local files that a section's product is made from, as rule inputs.
+
+        Args:
+            section: model, dataset or calibration.
+        """
+        settings = getattr(self.config, section)
+        demo = self.checkout / "resources" / "demo"
+        shipped = {"dataset": ["validation.jsonl"], "calibration": ["calibration.jsonl"]}
+        found = []
+        if settings.source == "demo":
+            found += [demo / name for name in shipped[section]]
+        if settings.path is not None:
+            path = Path(settings.path)
+            found += sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+        id_list = getattr(settings, "id_list", None)
+        if id_list and "://" not in id_list:
+            found.append(Path(id_list))
+        return [str(path) for path in found]
+
+    def needed_by(self, targets: list[str]) -> set[str]:
+        """Return the records that ``targets`` (records) need, themselves included."""
+        pending, found = list(targets), set()
+        while pending:
+            record = pending.pop()
+            if record in self.products and record not in found:
+                found.add(record)
+                pending += self.products[record].needs.values()
+        return found
+
+    def records_of(self, targets: Iterable[str]) -> list[str]:
+        """Return the records that command-line targets stand for; all of them for no target.
+
+        A target is a path, the name of a rule, or one of the collecting targets of
+        :data:`TARGETS`.
+        """
+        targets = list(targets) or ["all"]
+        found: list[str] = []
+        for target in targets:
+            rules = TARGETS.get(target, (target,))
+            found += [
+                record
+                for record, product in self.products.items()
+                if "*" in rules or product.rule in rules or record == str(PurePosixPath(target))
+            ]
+        return found
+
+    def stale(self, workdir: Path) -> list[Stale]:
+        """Return the products on disk that do not match the configuration.
+
+        Args:
+            workdir: the folder that the results folder is relative to.
+        """
+        found = []
+        for product in self.products.values():
+            path = workdir / product.record
+            if path.exists():
+                reasons = tuple(self._differences(product, workdir))
+                if reasons:
+                    found.append(Stale(product, reasons))
+        return found
+
+    def _differences(self, product: Product, workdir: Path) -> Iterator[str]:
+        data = _read_json(workdir / product.record)
+        if data is None:
+            yield "its record cannot be read"
+            return
+        spec = data.get("spec") or {}
+        yield from _changes("", spec.get("settings"), product.spec.settings)
+        yield from _changes("tools.", spec.get("tools"), product.spec.tools)
+        if spec.get("code") != product.spec.code:
+            yield "its code changed"
+        used = set(data.get("inputs", {}).values())
+        for record in product.needs.values():
+            source = _read_json(workdir / record)
+            if source is not None and source.get("digest") not in used:
+                yield f"{record} changed"
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _changes(prefix: str, old: Any, new: Any) -> Iterator[str]:
+    """Yield ``key old -> new`` for every value that differs, at any depth."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _changes(f"{prefix}{key}.", old.get(key), new.get(key))
+    elif old != new or type(old) is not type(new):
+        yield f"{prefix.removesuffix('.')} {_short(old)} -> {_short(new)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
