@@ -12,6 +12,7 @@ rule all:
     """The report and the validated submission (default)."""
     default_target: True
     input:
+        expand("<results>/{variant}/server/probe.json", variant=VARIANTS),
         "<results>/submission/verdict.json",
         "<results>/report/manifest.json",
 

@@ -101,20 +101,25 @@ def force_stale_products():
     """Rerun products whose record differs from the configuration, whatever Snakemake remembers.
 
     Snakemake compares a job with its own notes, which are lost when it is killed; the record
-    beside the product is not.
+    beside the product is not. The plan is hooked before it is made, for there is no public way.
     """
-    settings = workflow.dag_settings
-    if settings is None or not workflow.is_main_process:
-        return
-    wanted = PIPELINE.needed_by(PIPELINE.records_of(settings.targets))
-    stale = [item for item in PIPELINE.stale(Path.cwd()) if item.product.record in wanted]
-    for item in stale:
-        logger.info(f"rerun {item.product.title}: {'; '.join(item.reasons)}")
-    settings.forcerun = {*settings.forcerun, *(item.product.record for item in stale)}
+    stale = {item.product.record: item for item in PIPELINE.stale(Path.cwd())}
+    build_dag = workflow._build_dag
+
+    def build():
+        workflow.dag.forcefiles.update(stale)
+        build_dag()
+        outputs = {str(file) for job in workflow.dag.needrun_jobs() for file in job.output}
+        for record in sorted(outputs & stale.keys()):
+            item = stale[record]
+            logger.info(f"rerun {item.product.title}: {'; '.join(item.reasons)}")
+
+    workflow._build_dag = build
 
 
 # Undeclared resources are unlimited: without this two measurements could share one accelerator.
 if "gpu" not in workflow.global_resources:
     workflow.global_resources["gpu"] = Resource("gpu", 1)
 
-force_stale_products()
+if workflow.is_main_process:
+    force_stale_products()

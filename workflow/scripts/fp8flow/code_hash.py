@@ -55,6 +55,15 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def _with_parents(name: str) -> list[str]:
+    """Return a module of the package and the sub-packages it lies in; the package's own
+    ``__init__`` holds the version and no code."""
+    parts = name.split(".")
+    if parts[0] != PACKAGE:
+        return []
+    return [".".join(parts[:end]) for end in range(2, len(parts) + 1)]
+
+
 def _is_docstring(node: ast.stmt) -> bool:
     return (
         isinstance(node, ast.Expr)
@@ -90,8 +99,8 @@ def _parsed(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[str, ...]]
     except SyntaxError as error:
         raise FlowError(f"{path}, line {error.lineno}: {error.msg}") from error
     digest = hashlib.sha256("\0".join(_tokens(tree)).encode("utf-8", "surrogatepass"))
-    names = tuple(n for n in _imports(tree) if n == PACKAGE or n.startswith(PACKAGE + "."))
-    return digest.hexdigest(), names
+    names = {part for name in _imports(tree) for part in _with_parents(name)}
+    return digest.hexdigest(), tuple(sorted(names))
 
 
 def _parse(path: Path) -> tuple[str, tuple[str, ...]]:

@@ -70,7 +70,7 @@ def reference_page() -> str:
     out = [
         "# Configuration",
         "",
-        "Generated from `workflow/scripts/fp8flow/config.py` by `make config`; do not edit by hand.",
+        "Generated from `workflow/scripts/fp8flow/config.py` by `make config`; do not edit.",
         "",
         "A file given with `--configfile` replaces `config/config.yaml`; keys that it leaves out",
         "take the defaults below. Several files are merged in order. Unknown keys are errors.",

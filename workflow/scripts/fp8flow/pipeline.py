@@ -7,7 +7,7 @@ else is found here, whatever Snakemake remembers of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -52,18 +52,6 @@ PROGRAMS = {
 }
 
 BACKENDS = {"transformers": Program(("serve_transformers.py",), _TORCH_TOOLS)}
-
-
-# Collecting targets of the Snakefile and the rules whose products they ask for.
-TARGETS: dict[str, tuple[str, ...]] = {
-    "all": ("*",),
-    "checkpoint": ("quantize",),
-    "probe": ("probe_server",),
-    "performance": ("run_performance",),
-    "accuracy": ("score_accuracy",),
-    "submission": ("validate_submission",),
-    "report": ("render_report",),
-}
 
 
 @dataclass(frozen=True)
@@ -316,33 +304,6 @@ class Pipeline:
         if id_list and "://" not in id_list:
             found.append(Path(id_list))
         return [str(path) for path in found]
-
-    def needed_by(self, targets: list[str]) -> set[str]:
-        """Return the records that ``targets`` (records) need, themselves included."""
-        pending, found = list(targets), set()
-        while pending:
-            record = pending.pop()
-            if record in self.products and record not in found:
-                found.add(record)
-                pending += self.products[record].needs.values()
-        return found
-
-    def records_of(self, targets: Iterable[str]) -> list[str]:
-        """Return the records that command-line targets stand for; all of them for no target.
-
-        A target is a path, the name of a rule, or one of the collecting targets of
-        :data:`TARGETS`.
-        """
-        targets = list(targets) or ["all"]
-        found: list[str] = []
-        for target in targets:
-            rules = TARGETS.get(target, (target,))
-            found += [
-                record
-                for record, product in self.products.items()
-                if "*" in rules or product.rule in rules or record == str(PurePosixPath(target))
-            ]
-        return found
 
     def stale(self, workdir: Path) -> list[Stale]:
         """Return the products on disk that do not match the configuration.
