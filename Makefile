@@ -54,6 +54,7 @@ lock: install  ## Pin the dependencies anew
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) envs/requirements.in -o envs/requirements.lock
 	$(COMPILE) envs/dev.in -o envs/dev.lock
+	$(BIN)/python workflow/scripts/write_conda_env.py
 
 clean:  ## Remove results and Snakemake's notes, not the environment
 	rm -rf results .snakemake

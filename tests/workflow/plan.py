@@ -23,6 +23,7 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 COPIED = ("Snakefile", "workflow", "config", "envs", "resources", "profiles")
+INTERPRETER = "\nprefer_own_interpreter()\n"
 STUB = Path(__file__).with_name("stub_program.py")
 
 Job = str
@@ -66,8 +67,9 @@ def copy_checkout(destination: Path, python: str | None = None) -> Path:
     if python is not None:
         common = destination / "workflow" / "rules" / "common.smk"
         text = common.read_text()
-        assert "PYTHON = sys.executable\n" in text
-        common.write_text(text.replace("PYTHON = sys.executable\n", f"PYTHON = {python!r}\n"))
+        assert INTERPRETER in text
+        path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+        common.write_text(text.replace(INTERPRETER, f"\nos.environ['PATH'] = {path!r}\n"))
     return destination
 
 

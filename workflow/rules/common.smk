@@ -18,8 +18,10 @@ if str(SCRIPTS.resolve()) not in sys.path:
 from fp8flow.config_file import load_config
 from fp8flow.errors import FlowError
 from fp8flow.pipeline import Pipeline
+from fp8flow.tools import prefer_own_interpreter
 
-PYTHON = sys.executable
+prefer_own_interpreter()
+
 CORES = workflow.cores or 1
 
 
@@ -28,7 +30,9 @@ def load_pipeline():
     given = [Path(path) for path in workflow.configfiles]
     try:
         if given:
-            return Pipeline(load_config(given, workflow.config_settings.config), CHECKOUT)
+            return Pipeline(
+                load_config(given, workflow.config_settings.config), CHECKOUT
+            )
         default = CHECKOUT / "config" / "config.yaml"
         return Pipeline(load_config([default], config), CHECKOUT)
     except FlowError as error:
@@ -61,6 +65,11 @@ def spec_of(rule):
     return spec
 
 
+def program(name):
+    """Return the path of a rule's program. As a resource it is no reason to rerun."""
+    return str(SCRIPTS / f"{name}.py")
+
+
 def measured(record, variants=None):
     """Return one record per variant and scenario."""
     return expand(
@@ -89,12 +98,18 @@ def templates(folder):
 
 def limits_file():
     """Return the rules of the round, as data."""
-    return str(CHECKOUT / "resources" / "mlperf" / f"{PIPELINE.config.submission.round}.yaml")
+    return str(
+        CHECKOUT / "resources" / "mlperf" / f"{PIPELINE.config.submission.round}.yaml"
+    )
 
 
 def accelerators(wildcards):
     """Return how many accelerators the variant's server uses."""
-    return 0 if PIPELINE.variants[wildcards.variant].engine.backend == "transformers" else 1
+    return (
+        0
+        if PIPELINE.variants[wildcards.variant].engine.backend == "transformers"
+        else 1
+    )
 
 
 def force_stale_products():
@@ -109,7 +124,9 @@ def force_stale_products():
     def build():
         workflow.dag.forcefiles.update(stale)
         build_dag()
-        outputs = {str(file) for job in workflow.dag.needrun_jobs() for file in job.output}
+        outputs = {
+            str(file) for job in workflow.dag.needrun_jobs() for file in job.output
+        }
         for record in sorted(outputs & stale.keys()):
             item = stale[record]
             logger.info(f"rerun {item.product.title}: {'; '.join(item.reasons)}")

@@ -9,10 +9,14 @@ rule fetch_model:
         "<results>/model/manifest.json",
     log:
         "<results>/logs/fetch_model.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("fetch_model"),
     params:
         spec=spec_of("fetch_model"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/fetch_model.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --output {output:q} --log {log:q}"
 
 
@@ -25,10 +29,14 @@ rule prepare_dataset:
         "<results>/data/validation/manifest.json",
     log:
         "<results>/logs/prepare_dataset.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("prepare_dataset"),
     params:
         spec=spec_of("prepare_dataset"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/prepare_dataset.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --model {input.model:q} --output {output:q} --log {log:q}"
 
 
@@ -41,8 +49,12 @@ rule prepare_calibration:
         "<results>/data/calibration/manifest.json",
     log:
         "<results>/logs/prepare_calibration.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("prepare_calibration"),
     params:
         spec=spec_of("prepare_calibration"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/prepare_calibration.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --model {input.model:q} --output {output:q} --log {log:q}"

@@ -10,18 +10,21 @@ rule probe_server:
         "<results>/{variant}/server/probe.json",
     log:
         "<results>/logs/{variant}/probe_server.log",
-    params:
-        spec=spec_of("probe_server"),
     # Before the long runs, yet not an input of them: a repeated probe repeats no measurement.
     # (An ancient() input would hide the runs' own changes whenever the probe reruns.)
     priority: 10
+    conda:
+        "../../envs/fp8flow.yaml"
     threads: CORES
     resources:
+        program=program("probe_server"),
         gpu=accelerators,
         ready_timeout_s=600,
         stop_grace_s=20,
+    params:
+        spec=spec_of("probe_server"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/probe_server.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
         " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
         " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
@@ -36,27 +39,47 @@ rule run_performance:
         "<results>/{variant}/{scenario}/performance/run.json",
     log:
         "<results>/logs/{variant}/{scenario}/run_performance.log",
-    params:
-        spec=spec_of("run_performance"),
+    conda:
+        "../../envs/fp8flow.yaml"
     threads: CORES
     resources:
+        program=program("run_performance"),
         gpu=accelerators,
         ready_timeout_s=600,
         stop_grace_s=20,
+    params:
+        spec=spec_of("run_performance"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/{rule}.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
         " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
         " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
 
 
-use rule run_performance as run_accuracy with:
+rule run_accuracy:
+    """Collect the answers to every sample of one scenario."""
+    input:
+        checkpoint="<results>/{variant}/checkpoint/manifest.json",
+        dataset="<results>/data/validation/manifest.json",
     output:
         "<results>/{variant}/{scenario}/accuracy/run.json",
     log:
         "<results>/logs/{variant}/{scenario}/run_accuracy.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    threads: CORES
+    resources:
+        program=program("run_accuracy"),
+        gpu=accelerators,
+        ready_timeout_s=600,
+        stop_grace_s=20,
     params:
         spec=spec_of("run_accuracy"),
+    shell:
+        "python {resources.program:q} --spec {params.spec:q}"
+        " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
+        " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
+        " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
 
 
 rule score_accuracy:
@@ -69,10 +92,14 @@ rule score_accuracy:
         "<results>/{variant}/{scenario}/accuracy/accuracy.json",
     log:
         "<results>/logs/{variant}/{scenario}/score_accuracy.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    threads: CORES
+    resources:
+        program=program("score_accuracy"),
     params:
         spec=spec_of("score_accuracy"),
-    threads: CORES
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/score_accuracy.py --spec {params.spec:q} --run {input.run:q}"
+        "python {resources.program:q} --spec {params.spec:q} --run {input.run:q}"
         " --dataset {input.dataset:q} --model {input.model:q}"
         " --output {output:q} --log {log:q}"

@@ -10,11 +10,14 @@ rule quantize:
         "<results>/{variant}/checkpoint/manifest.json",
     log:
         "<results>/logs/{variant}/quantize.log",
-    params:
-        spec=spec_of("quantize"),
+    conda:
+        "../../envs/fp8flow.yaml"
     threads: CORES
     resources:
+        program=program("quantize"),
         gpu=1,
+    params:
+        spec=spec_of("quantize"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/quantize.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --model {input.model:q} --calibration {input.calibration:q} --output {output:q} --log {log:q}"

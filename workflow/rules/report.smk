@@ -7,7 +7,9 @@ rule render_report:
         model="<results>/model/manifest.json",
         dataset="<results>/data/validation/manifest.json",
         calibration=calibration_of_submission,
-        checkpoint=expand("<results>/{variant}/checkpoint/manifest.json", variant=SUBMITTED),
+        checkpoint=expand(
+            "<results>/{variant}/checkpoint/manifest.json", variant=SUBMITTED
+        ),
         runs=measured("performance/run.json"),
         accuracy_runs=measured("accuracy/run.json"),
         accuracies=measured("accuracy/accuracy.json"),
@@ -17,10 +19,14 @@ rule render_report:
         "<results>/report/manifest.json",
     log:
         "<results>/logs/render_report.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("render_report"),
     params:
         spec=spec_of("render_report"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/render_report.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --model {input.model:q} --dataset {input.dataset:q}"
         " --calibration {input.calibration:q} --checkpoint {input.checkpoint:q}"
         " --runs {input.runs:q} {input.accuracy_runs:q} --accuracies {input.accuracies:q}"

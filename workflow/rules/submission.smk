@@ -7,10 +7,14 @@ rule describe_system:
         "<results>/system/system.json",
     log:
         "<results>/logs/describe_system.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("describe_system"),
     params:
         spec=spec_of("describe_system"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/describe_system.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --output {output:q} --log {log:q}"
 
 
@@ -20,7 +24,9 @@ rule assemble_submission:
         model="<results>/model/manifest.json",
         dataset="<results>/data/validation/manifest.json",
         calibration=calibration_of_submission,
-        checkpoint=expand("<results>/{variant}/checkpoint/manifest.json", variant=SUBMITTED),
+        checkpoint=expand(
+            "<results>/{variant}/checkpoint/manifest.json", variant=SUBMITTED
+        ),
         probe=expand("<results>/{variant}/server/probe.json", variant=SUBMITTED),
         runs=measured("performance/run.json", SUBMITTED),
         accuracy_runs=measured("accuracy/run.json", SUBMITTED),
@@ -31,10 +37,14 @@ rule assemble_submission:
         "<results>/submission/manifest.json",
     log:
         "<results>/logs/assemble_submission.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("assemble_submission"),
     params:
         spec=spec_of("assemble_submission"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/assemble_submission.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --model {input.model:q} --dataset {input.dataset:q}"
         " --calibration {input.calibration:q} --checkpoint {input.checkpoint:q}"
         " --probe {input.probe:q} --runs {input.runs:q} {input.accuracy_runs:q}"
@@ -54,10 +64,14 @@ rule validate_submission:
         "<results>/submission/verdict.json",
     log:
         "<results>/logs/validate_submission.log",
+    conda:
+        "../../envs/fp8flow.yaml"
+    resources:
+        program=program("validate_submission"),
     params:
         spec=spec_of("validate_submission"),
     shell:
-        "{PYTHON:q} {SCRIPTS:q}/validate_submission.py --spec {params.spec:q}"
+        "python {resources.program:q} --spec {params.spec:q}"
         " --submission {input.submission:q} --runs {input.runs:q} {input.accuracy_runs:q}"
         " --accuracies {input.accuracies:q} --limits {input.limits:q}"
         " --output {output:q} --log {log:q}"

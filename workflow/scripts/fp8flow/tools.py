@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +24,15 @@ def _marker_holds(marker: str | None) -> bool:
     from packaging.markers import Marker
 
     return Marker(marker).evaluate()
+
+
+def prefer_own_interpreter() -> None:
+    """Make ``python`` in jobs the interpreter that runs Snakemake.
+
+    An environment that Snakemake activates for a rule still comes first.
+    """
+    own = str(Path(sys.executable).parent)
+    os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
 
 
 def locked_versions(lock_file: Path, names: Iterable[str]) -> dict[str, str]:
