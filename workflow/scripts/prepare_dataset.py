@@ -1,0 +1,55 @@
+"""Prepare the evaluation set: prompts and token ids as parquet, with a manifest.
+
+The tokenizer is read from the model folder. Prompts are never cut.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from fp8flow.articles import Source
+from fp8flow.cli import script_main
+from fp8flow.dataset import build_dataset
+from fp8flow.prompts import load_tokenizer, tokenizer_sha256
+from fp8flow.records import build_product, verify_record
+from fp8flow.spec import Spec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.add_argument(
+        "--model", type=Path, required=True, help="manifest of the model (results/model/...)"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="manifest to write; samples.parquet is beside it"
+    )
+
+
+def run(args: argparse.Namespace, spec: Spec) -> None:
+    """Write the evaluation set."""
+    settings = spec.settings["dataset"]
+    source = Source(
+        kind=settings["source"],
+        section="dataset",
+        split=settings["split"],
+        path=Path(settings["path"]) if settings["path"] else None,
+        hub_id=settings["id"],
+        revision=settings["revision"],
+    )
+    model = verify_record(args.model)
+    trusted = model.spec["settings"].get("model", {}).get("trust_remote_code", False)
+    tokenizer = load_tokenizer(model.root, trust_remote_code=trusted)
+    with build_product(args.output, spec, inputs={"model": model}) as product:
+        product.result = build_dataset(
+            product.folder,
+            source,
+            tokenizer,
+            template=settings["template"],
+            samples=settings["samples"],
+            max_input_tokens=settings["max_input_tokens"],
+        )
+        product.result["tokenizer_sha256"] = tokenizer_sha256(model.root)
+
+
+if __name__ == "__main__":
+    sys.exit(script_main(__doc__, add_arguments, run))
