@@ -92,20 +92,19 @@ def _tokens(node: object) -> Iterator[str]:
 
 
 @cache
-def _parsed(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[str, ...]]:
-    """Return the tree hash and the imported names of one file; cached by its stat."""
-    try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
-    except SyntaxError as error:
-        raise FlowError(f"{path}, line {error.lineno}: {error.msg}") from error
+def _parsed(source: bytes) -> tuple[str, tuple[str, ...]]:
+    """Return the tree hash of a source text and the package modules that it imports."""
+    tree = ast.parse(source)
     digest = hashlib.sha256("\0".join(_tokens(tree)).encode("utf-8", "surrogatepass"))
     names = {part for name in _imports(tree) for part in _with_parents(name)}
     return digest.hexdigest(), tuple(sorted(names))
 
 
 def _parse(path: Path) -> tuple[str, tuple[str, ...]]:
-    stat = path.stat()
-    return _parsed(path, stat.st_mtime_ns, stat.st_size)
+    try:
+        return _parsed(path.read_bytes())
+    except SyntaxError as error:
+        raise FlowError(f"{path}, line {error.lineno}: {error.msg}") from error
 
 
 def closure(root: Path, programs: Iterable[str]) -> list[Path]:

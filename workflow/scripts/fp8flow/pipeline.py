@@ -48,7 +48,7 @@ PROGRAMS = {
     "describe_system": Program(("describe_system.py",), ("nvidia-ml-py", "psutil")),
     "assemble_submission": Program(("assemble_submission.py",), ("jinja2",)),
     "validate_submission": Program(("validate_submission.py",)),
-    "render_report": Program(("render_report.py",), ("jinja2",)),
+    "render_report": Program(("render_report.py",), ("jinja2", "matplotlib", "pyarrow")),
 }
 
 BACKENDS = {"transformers": Program(("serve_transformers.py",), _TORCH_TOOLS)}
@@ -281,9 +281,14 @@ class Pipeline:
         )
 
     def _effective_config(self) -> dict[str, Any]:
-        """Return what src/ of the submission documents: everything that shapes the measurement."""
+        """Return what src/ of the submission documents: all that shapes the submitted variant."""
+        variant = self.variants[self.config.submission.variant]
         config = self.config.model_dump(mode="json")
-        return {key: value for key, value in config.items() if key not in ("run", "report")}
+        shown = {k: v for k, v in config.items() if k not in ("run", "report", "variants")}
+        return shown | {
+            "quantization": variant.quantization.model_dump(mode="json"),
+            "engine": variant.engine.model_dump(mode="json"),
+        }
 
     def source_files(self, section: str) -> list[str]:
         """Return the local files that a section's product is made from, as rule inputs.
