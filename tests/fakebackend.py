@@ -55,7 +55,7 @@ class FakeBackend:
     def serve_environment(self, threads: int) -> dict[str, str]:
         return {"OMP_NUM_THREADS": str(threads)}
 
-    def request_fields(self) -> dict[str, Any]:
+    def request_fields(self, min_tokens: int) -> dict[str, Any]:
         return {"return_token_ids": True}
 
     def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,16 @@ from fp8flow.pipeline import PROGRAMS
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
 COMMANDS = sorted(path.name for path in SCRIPTS.glob("*.py") if not path.name.startswith("write_"))
-HEAVY = ("torch", "transformers", "modelopt", "datasets", "evaluate", "pandas", "pyarrow", "aiohttp")
+HEAVY = (
+    "torch",
+    "transformers",
+    "modelopt",
+    "datasets",
+    "evaluate",
+    "pandas",
+    "pyarrow",
+    "aiohttp",
+)
 
 
 def call(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

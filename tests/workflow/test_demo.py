@@ -28,8 +28,34 @@ from fp8flow.records import read_record, verify_record
 
 pytestmark = pytest.mark.slow
 
-# Why a demo is not a submission: other model, data, sizes and system than the benchmark's.
-DEMO_FAILS: set[str] = set()
+# Why the demo is not a submission: other model, data, sizes and system than the benchmark's.
+DEMO_FAILS = {
+    "accuracy-gen-len",
+    "accuracy-rouge1",
+    "accuracy-rouge2",
+    "accuracy-rougel",
+    "accuracy-rougelsum",
+    "accuracy-samples",
+    "calibration-list",
+    "compliance-test06",
+    "dataset-official",
+    "dataset-size",
+    "duration-measured",
+    "early-stopping",
+    "ingress-bandwidth",
+    "loadgen-valid",
+    "min-duration-configured",
+    "model-official",
+    "output-tokens-max",
+    "performance-sample-count",
+    "prompt-template",
+    "samples-per-query",
+    "settings-official",
+    "system-keys",
+    "user-conf",
+}
+# These depend on how fast this machine is, and on whether it shows its ECC state.
+MACHINE_DEPENDENT = {"latency-tpot", "latency-ttft", "system-ecc"}
 
 
 def small_config() -> dict[str, Any]:
@@ -112,7 +138,7 @@ def test_verdict_says_exactly_why_a_demo_is_no_submission(done: Path) -> None:
     result = read_record(done / "results" / "submission" / "verdict.json").result
     assert result["submittable"] is False
     failing = {rule["id"] for rule in result["rules"] if rule["status"] == "fail"}
-    assert failing == DEMO_FAILS
+    assert failing - MACHINE_DEPENDENT == DEMO_FAILS
     assert all(rule["fix"] for rule in result["rules"] if rule["status"] == "fail")
 
 

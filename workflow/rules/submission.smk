@@ -33,6 +33,7 @@ rule assemble_submission:
         accuracies=measured("accuracy/accuracy.json", SUBMITTED),
         system="<results>/system/system.json",
         templates=templates("templates"),
+        limits=limits_file(),
     output:
         "<results>/submission/manifest.json",
     log:
@@ -49,6 +50,7 @@ rule assemble_submission:
         " --calibration {input.calibration:q} --checkpoint {input.checkpoint:q}"
         " --probe {input.probe:q} --runs {input.runs:q} {input.accuracy_runs:q}"
         " --accuracies {input.accuracies:q} --system {input.system:q}"
+        " --limits {input.limits:q}"
         " --output {output:q} --log {log:q}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -37,8 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, spec: Spec) -> None:
     """Make the checkpoint product."""
-    # Before torch is loaded: on cores that are shared, spinning OpenMP threads are 20 times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     settings = spec.settings["quantization"]
     recipe = Recipe(
         method=settings["method"],

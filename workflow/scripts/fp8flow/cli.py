@@ -8,6 +8,8 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ from fp8flow.spec import Spec
 from fp8flow.tools import check_tools
 
 _PR_SET_PDEATHSIG = 1
+_SHELLS = {"sh", "bash", "dash"}
+_PARENT_POLL_S = 1.0
 
 
 class Stopped(BaseException):
@@ -37,12 +41,41 @@ def _raise_stopped(signum: int, frame: FrameType | None) -> None:
 
 
 def stop_cleanly_on_signals() -> None:
-    """Turn INT, TERM and HUP into :class:`Stopped`, and get TERM when the parent dies."""
+    """Turn INT, TERM and HUP into :class:`Stopped`, and get TERM when the scheduler dies."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, _raise_stopped)
-    if os.environ.get("FP8FLOW_SURVIVE_PARENT") != "1":
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _stop_with_shell_parent()
+
+
+def _parent_of(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1])
+
+
+def _stop_with_shell_parent() -> None:
+    """Get TERM when the process dies that started our ``sh -c``.
+
+    Older shells stay between Snakemake and the job and live on when Snakemake is killed, so the
+    death of our own parent is not enough.
+    """
+    shell = os.getppid()
+    try:
+        words = Path(f"/proc/{shell}/cmdline").read_bytes().split(b"\0")
+        scheduler = _parent_of(shell)
+    except (OSError, ValueError):
+        return
+    if Path(os.fsdecode(words[0])).name not in _SHELLS or b"-c" not in words[1:]:
+        return
+
+    def watch() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while _parent_of(shell) == scheduler:
+                time.sleep(_PARENT_POLL_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="watch-scheduler", daemon=True).start()
 
 
 def script_main(
@@ -62,6 +95,8 @@ def script_main(
     Returns:
         0 on success, 1 on failure, 128 + signal number when stopped by a signal.
     """
+    # Spinning OpenMP threads take most of a small or shared machine; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

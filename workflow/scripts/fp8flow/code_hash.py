@@ -26,6 +26,7 @@ INFRASTRUCTURE = frozenset(
         "fp8flow.log",
         "fp8flow.ports",
         "fp8flow.records",
+        "fp8flow.server",
         "fp8flow.tools",
     }
 )

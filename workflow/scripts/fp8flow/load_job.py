@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fp8flow.accelerator import accelerator_keys, accelerator_lock
+from fp8flow.backends import Backend
 from fp8flow.cli import Stopped
 from fp8flow.client import Completion, request_body, run_requests
 from fp8flow.errors import FlowError
@@ -55,36 +56,6 @@ _DEATH_NOTICE_S = 1.0
 logger = get_logger(__name__)
 
 Prompts = Sequence[Any]  # of int32 arrays; NumPy is not imported at import
-
-
-class Backend(Protocol):
-    """What a load job needs to know of an inference engine."""
-
-    name: str
-    uses_gpu: bool
-    settings_path: str
-    streams_token_ids: bool
-
-    def serve_command(
-        self,
-        checkpoint: Path,
-        serve: Mapping[str, Any],
-        *,
-        model_name: str,
-        host: str,
-        port: int,
-        threads: int,
-    ) -> list[str]:
-        """Return the server's command line."""
-
-    def serve_environment(self, threads: int) -> dict[str, str]:
-        """Return the variables that the server needs."""
-
-    def request_fields(self) -> dict[str, Any]:
-        """Return the fields of a request beyond the common ones."""
-
-    def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the effective settings, ``prefix_reuse`` among them."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +141,7 @@ class Serving:
         self, prompts: Prompts, *, max_tokens: int, connections: int, timeout_s: float
     ) -> list[Completion]:
         """Send prompts outside the measurement; one completion per prompt, in order."""
-        fields = self.backend.request_fields()
+        fields = self.backend.request_fields(1)
         name = self.workload.model_name
         bodies = [request_body(name, prompt.tolist(), max_tokens, fields) for prompt in prompts]
         return run_requests(
@@ -386,7 +357,7 @@ def job_settings(spec: Spec, mode: str, serving: Serving, attempt: Path) -> dict
         "mode": mode,
         "official": not why,
         "why": why,
-        "request_fields": serving.backend.request_fields(),
+        "request_fields": serving.backend.request_fields(harness["min_output_tokens"]),
         "output_dir": str(attempt),
         "tokenizer": None if serving.backend.streams_token_ids else str(tokenizer),
     }

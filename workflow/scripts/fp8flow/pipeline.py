@@ -43,15 +43,20 @@ PROGRAMS = {
     "run_performance": Program(("run_performance.py", "loadgen_worker.py"), _RUN_TOOLS),
     "run_accuracy": Program(("run_accuracy.py", "loadgen_worker.py"), _RUN_TOOLS),
     "score_accuracy": Program(
-        ("score_accuracy.py",), ("evaluate", "nltk", "rouge-score", *_TOKENIZER_TOOLS)
+        ("score_accuracy.py", "fp8flow/metrics/rouge.py"),
+        ("evaluate", "nltk", "rouge-score", *_TOKENIZER_TOOLS),
     ),
-    "describe_system": Program(("describe_system.py",), ("nvidia-ml-py", "psutil")),
+    "describe_system": Program(("describe_system.py",), ("nvidia-ml-py",)),
     "assemble_submission": Program(("assemble_submission.py",), ("jinja2",)),
     "validate_submission": Program(("validate_submission.py",)),
     "render_report": Program(("render_report.py",), ("jinja2", "matplotlib", "pyarrow")),
 }
 
-BACKENDS = {"transformers": Program(("serve_transformers.py",), _TORCH_TOOLS)}
+BACKENDS = {
+    "transformers": Program(
+        ("serve_transformers.py", "fp8flow/backends/transformers.py"), _TORCH_TOOLS
+    ),
+}
 
 
 @dataclass(frozen=True)

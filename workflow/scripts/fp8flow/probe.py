@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fp8flow.backends import Backend
 from fp8flow.client import Completion, EventParser, request_body
 from fp8flow.errors import FlowError
 from fp8flow.load_job import (
-    Backend,
     Prompts,
     Resources,
     Serving,
@@ -141,7 +141,7 @@ def cached_tokens(serving: Serving, prompt: Any) -> int | None:
 
 
 def _cached_by_usage(serving: Serving, prompt: Any) -> Any:
-    fields = serving.backend.request_fields()
+    fields = serving.backend.request_fields(1)
     body = request_body(serving.workload.model_name, prompt.tolist(), 1, fields)
     usages = [event["usage"] for event in _events(serving, body) if event.get("usage")]
     details = (usages[-1].get("prompt_tokens_details") or {}) if usages else {}
