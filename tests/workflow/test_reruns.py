@@ -293,6 +293,17 @@ def test_lost_snakemake_metadata_does_not_hide_a_change(checkout: Path) -> None:
     assert execute(checkout, dry=True) == SERVER | PACKAGE
 
 
+def test_a_verdict_does_not_outlive_its_run(checkout: Path) -> None:
+    (checkout / "results/fp8/Server/performance/run.json").unlink()
+    assert execute(checkout, dry=True) == {"run_performance fp8 Server"} | PACKAGE
+
+
+def test_large_products_may_be_deleted(checkout: Path) -> None:
+    for name in ("model", "data/validation", "fp8/checkpoint"):
+        (checkout / "results" / name / "manifest.json").unlink()
+    assert execute(checkout, dry=True) == set()
+
+
 def test_a_stale_product_outside_the_target_is_left_alone(checkout: Path) -> None:
     write_config(checkout, edited("scenarios.Server.target_qps", 1.0))
     assert execute(checkout, dry=True, targets=("checkpoint",)) == set()

@@ -58,6 +58,9 @@ BACKENDS = {
     ),
 }
 
+# Large products that may be deleted to save space without repeating what was made from them.
+BULKY = {"fetch_model", "prepare_dataset", "prepare_calibration", "quantize"}
+
 
 @dataclass(frozen=True)
 class Product:
@@ -343,7 +346,10 @@ class Pipeline:
         used = set(data.get("inputs", {}).values())
         for record in product.needs.values():
             source = _read_json(workdir / record)
-            if source is not None and source.get("digest") not in used:
+            if source is None:
+                if self.products[record].rule not in BULKY:
+                    yield f"{record} is missing"
+            elif source.get("digest") not in used:
                 yield f"{record} changed"
 
 

@@ -1,0 +1,375 @@
+"""The embedded server over HTTP: dialect, batching, cancellation, death and stop."""
+
+import asyncio
+import copy
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+import torch
+from test_embedded_quantizer import export, quantize, tiny_llama, tiny_prompts
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from fp8flow.backends import get_backend
+from fp8flow.client import request_body, run_requests
+from fp8flow.embedded import protocol
+from fp8flow.embedded.engine import Engine, EngineOptions, MinTokens
+from fp8flow.embedded.server import Answer, build_app
+
+EOS = 1
+VOCABULARY = 300
+
+
+def write_tokenizer(folder):
+    """One token per byte: ids 2 to 257; 0 and 1 are special."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<bos>": 0, "<eos>": EOS} | {c: i + 2 for i, c in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "tiny-fp8"
+    model = tiny_llama().to(torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[258:] = 0.0  # ids without a text are not chosen
+    reference = quantize(model, "static", tiny_prompts())
+    return write_tokenizer(export(copy.deepcopy(reference), folder))
+
+
+class Server:
+    """The launcher in a process of its own."""
+
+    def __init__(self, checkpoint, log):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        backend = get_backend("transformers")
+        serve = {"max_batch_size": 4, "max_batch_tokens": 64, "kv_cache_tokens": 1024}
+        argv = backend.serve_command(
+            checkpoint, serve, model_name="tiny", host="127.0.0.1", port=self.port, threads=1
+        )
+        environment = os.environ | backend.serve_environment(1)
+        self.log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(argv, stdout=stream, stderr=stream, env=environment)
+        self.base_url = f"http://127.0.0.1:{self.port}"
+
+    def wait(self):
+        for _ in range(600):
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                if self.get("/health")[0] == 200:
+                    return self
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(self.log.read_text())
+
+    def call(self, path, data=None):
+        request = urllib.request.Request(self.base_url + path, data=data)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                return reply.status, reply.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def get(self, path):
+        status, body = self.call(path)
+        return status, json.loads(body)
+
+    def post(self, **body):
+        status, reply = self.call("/v1/completions", json.dumps(body).encode())
+        return status, json.loads(reply)
+
+    def settings(self):
+        return self.get("/fp8flow/settings")[1]
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    server = Server(checkpoint, tmp_path_factory.mktemp("log") / "server.log")
+    try:
+        yield server.wait()
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+GREEDY = {"model": "tiny", "temperature": 0}
+
+
+def test_settings_are_read_from_the_live_engine(server):
+    found = server.settings()
+    assert found["prefix_reuse"] is False
+    assert found["allow_block_sharing"] is False
+    assert found["max_batch_size"] == 4
+    assert found["max_batch_tokens"] == 64
+    assert found["kv_cache"]["tokens"] == 1024
+    assert found["threads"] == 1
+    assert found["quantization"]["method"] == "FP8"
+    assert found["quantization"]["kv_cache"]["emulated"] is True
+    assert get_backend("transformers").parse_settings(found)["prefix_reuse"] is False
+
+
+def test_models_and_served_name(server):
+    assert [m["id"] for m in server.get("/v1/models")[1]["data"]] == ["tiny"]
+
+
+def test_text_prompt_equals_its_token_ids(server):
+    ids = [2, 30, 31, 32]
+    tokenizer = Tokenizer.from_file(str(server_tokenizer(server)))
+    text = tokenizer.decode(ids)
+    assert tokenizer.encode(text).ids == ids
+    by_ids = server.post(**GREEDY, prompt=ids, max_tokens=6, ignore_eos=True)[1]
+    by_text = server.post(**GREEDY, prompt=text, max_tokens=6, ignore_eos=True)[1]
+    assert by_ids["choices"] == by_text["choices"]
+    assert by_ids["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    assert by_ids["choices"][0]["finish_reason"] == "length"
+
+
+def server_tokenizer(server):
+    from pathlib import Path
+
+    return Path(server.settings()["model_path"]) / "tokenizer.json"
+
+
+def test_stream_has_the_ids_of_each_chunk_then_usage_then_done(server):
+    body = {**GREEDY, "prompt": tiny_prompts()[0], "max_tokens": 7, "ignore_eos": True}
+    whole = server.post(**body)[1]
+    streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+    _, raw = server.call("/v1/completions", json.dumps(streamed).encode())
+    events = [line[6:] for line in raw.decode().split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert chunks.pop()["usage"] == whole["usage"]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    ids = [i for choice in choices for i in choice["token_ids"]]
+    assert ids == whole["choices"][0]["token_ids"]
+    assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["finish_reason"] == "length"
+
+
+def test_a_batch_gives_each_request_the_answer_it_gets_alone(server, checkpoint):
+    """More requests than slots, prompts longer than a step, all at once."""
+    torch.manual_seed(3)
+    prompts = [torch.randint(2, 258, (n,)).tolist() for n in (5, 90, 17, 70, 33, 8, 64, 41, 12)]
+    alone = [
+        server.post(**GREEDY, prompt=p, max_tokens=20, ignore_eos=True)[1]["choices"][0]
+        for p in prompts
+    ]
+    fields = {"top_k": 1, "ignore_eos": True}
+    bodies = [request_body("tiny", p, 20, fields) for p in prompts]
+    together = run_requests(server.base_url, bodies, max_connections=9, timeout_s=60)
+    assert [c.error for c in together] == [None] * 9
+    same = [
+        sum(a == b for a, b in zip(c.token_ids, o["token_ids"], strict=True))
+        for c, o in zip(together, alone, strict=True)
+    ]
+    assert sum(same) >= 0.9 * 9 * 20  # rounding differs with the shape of a batch
+    assert server.settings()["counters"]["prefix_hit_tokens"] == 0
+
+
+def test_repeated_prompts_are_not_reused(server):
+    prompt = list(range(2, 130))
+    before = server.settings()["counters"]
+    for _ in range(3):
+        assert server.post(**GREEDY, prompt=prompt, max_tokens=2)[0] == 200
+    after = server.settings()
+    assert after["counters"]["completed"] - before["completed"] == 3
+    assert after["counters"]["prefix_hit_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"model": "other"}, 404, "available: tiny"),
+        ({"temperature": 0.7}, 400, "greedy"),
+        ({"prompt": []}, 400, "empty"),
+        ({"prompt": [1, 2, "x"]}, 400, "token ids"),
+        ({"prompt": [5, VOCABULARY]}, 400, "vocabulary of 300"),
+        ({"prompt": [5] * 600}, 400, "512 tokens"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"min_tokens": 9}, 400, "exceeds max_tokens"),
+        ({"n": 2}, 400, "n 2"),
+        ({"max_token": 4}, 400, "unknown field 'max_token'"),
+    ],
+)
+def test_bad_requests_are_refused_with_the_reason(server, change, status, says):
+    body = {**GREEDY, "prompt": [5, 6], "max_tokens": 4} | change
+    found, reply = server.post(**body)
+    assert found == status
+    assert says in reply["error"]["message"]
+
+
+def test_a_body_that_is_not_json_is_refused(server):
+    status, reply = server.call("/v1/completions", b"{not json")
+    assert status == 400
+    assert "not JSON" in json.loads(reply)["error"]["message"]
+
+
+def test_a_client_that_leaves_cancels_its_request(server):
+    body = {**GREEDY, "prompt": [5, 6], "max_tokens": 500, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    before = server.settings()["counters"]
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        assert b"data: " in connection.recv(4096) + connection.recv(4096)
+    for _ in range(100):
+        after = server.settings()["counters"]
+        if after["cancelled"] > before["cancelled"]:
+            break
+        time.sleep(0.1)
+    assert after["cancelled"] == before["cancelled"] + 1
+    assert after["completed"] == before["completed"]
+    assert server.post(**GREEDY, prompt=[7], max_tokens=1)[0] == 200
+
+
+def test_chat_route_of_transformers_serve_is_there(server):
+    status, _ = server.call("/v1/chat/completions", b"[]")
+    assert status == 422
+    assert server.call("/reset", b"")[0] == 404
+
+
+def test_sigterm_stops_an_open_request_and_the_process(checkpoint, tmp_path):
+    server = Server(checkpoint, tmp_path / "server.log").wait()
+    body = {**GREEDY, "prompt": [5], "max_tokens": 500, "ignore_eos": True}
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(attempt(server, body)))
+    thread.start()
+    while server.settings()["counters"]["received"] < 1:
+        time.sleep(0.05)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(timeout=20) is not None
+    thread.join(timeout=20)
+    assert replies, "the client hangs"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), timeout=1)
+
+
+def attempt(server, body):
+    try:
+        return server.post(**body)
+    except OSError as error:
+        return error
+
+
+@pytest.fixture
+def engine(checkpoint):
+    engine = Engine(EngineOptions(checkpoint, "tiny", 4, 64, 1024, 1, "float32"))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def test_a_dead_generation_thread_is_500_and_unhealthy(engine):
+    """The failure is a real one, raised in the thread by the model."""
+    from fastapi.testclient import TestClient
+
+    def explode(*_args, **_kwargs):
+        raise RuntimeError("out of tiles")
+
+    body = {**GREEDY, "prompt": [5], "max_tokens": 4}
+    with TestClient(build_app(engine)) as client:
+        assert client.get("/health").status_code == 200
+        assert client.post("/v1/completions", json=body).status_code == 200
+        engine.model.model.layers[0].forward = explode
+        first = client.post("/v1/completions", json=body)
+        assert (first.status_code, "out of tiles" in first.text) == (500, True)
+        health = client.get("/health")
+        assert (health.status_code, "out of tiles" in health.text) == (503, True)
+        again = client.post("/v1/completions", json=body | {"stream": True})
+        assert again.status_code == 500
+    assert engine.settings()["counters"]["failed"] == 2
+
+
+def test_end_of_sequence_ends_an_answer_but_not_before_min_tokens(engine):
+    """A model that prefers end-of-sequence to all else, then token 7."""
+    head = torch.nn.Linear(64, VOCABULARY)
+    with torch.no_grad():
+        head.weight.zero_()
+        head.bias.zero_()
+        head.bias[EOS], head.bias[7] = 2.0, 1.0
+    engine.model.lm_head = head
+
+    async def ask(min_tokens, ignore_eos=False):
+        queue = asyncio.Queue()
+        engine.submit("r", [5, 6], 6, min_tokens, ignore_eos, queue.put_nowait)
+        while True:
+            output = await asyncio.wait_for(queue.get(), 30)
+            if output.is_finished():
+                return output.generated_tokens
+
+    assert asyncio.run(ask(0)) == [EOS]
+    assert asyncio.run(ask(3)) == [7, 7, 7, EOS]
+    assert asyncio.run(ask(6)) == [7] * 6
+    assert asyncio.run(ask(0, ignore_eos=True)) == [EOS] * 6
+
+
+def test_min_tokens_masks_only_requests_below_their_minimum():
+    scores = torch.ones(3, 5)
+    MinTokens([1, 4])(scores, torch.tensor([1, 0, 1, 0], dtype=torch.int32))
+    assert torch.isinf(scores).tolist() == [
+        [False, True, False, False, True],
+        [False] * 5,
+        [False, True, False, False, True],
+    ]
+
+
+def test_an_answer_cut_inside_a_character_keeps_its_text(engine):
+    """The euro sign is three tokens here; a stream must not lose or repeat any text."""
+    ids = engine.tokenizer("a€b", add_special_tokens=False)["input_ids"]
+    assert len(ids) == 5
+    for end in range(1, 6):
+        request = protocol.CompletionRequest("tiny", [5], 9, 0, False, True, True)
+        answer = Answer(engine, request)
+        pieces = [answer.add(Output(ids[: n + 1], n + 1 == end))["text"] for n in range(end)]
+        assert "".join(pieces) == engine.tokenizer.decode(ids[:end])
+
+
+class Output:
+    """What the generation thread delivers after a step."""
+
+    def __init__(self, tokens, finished):
+        self.generated_tokens, self.finished = tokens, finished
+
+    def is_finished(self):
+        return self.finished
+
+
+def launcher_argv(checkpoint, **serve):
+    serve = {"max_batch_size": 4, "max_batch_tokens": 64, "kv_cache_tokens": 64} | serve
+    return get_backend("transformers").serve_command(
+        checkpoint, serve, model_name="m", host="127.0.0.1", port=1, threads=1
+    )
+
+
+def refusal(argv):
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_too_many_slots_for_a_step_is_refused_before_loading(checkpoint):
+    argv = launcher_argv(checkpoint, max_batch_tokens=2)
+    assert "--max-batch-tokens 2 is below --max-batch-size 4" in refusal(argv)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    assert f"{tmp_path} has no config.json" in refusal(launcher_argv(tmp_path))
