@@ -32,7 +32,7 @@ demo: install  ## Run the whole chain on the embedded default and print the resu
 	@$(BIN)/python workflow/scripts/print_summary.py
 
 test: install  ## Run the default test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install  ## Check style, types, spelling and the workflow itself
 	$(BIN)/ruff check .

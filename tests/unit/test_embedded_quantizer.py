@@ -252,12 +252,11 @@ def test_every_e4m3_value_is_decoded_exactly():
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     expected = values.to(torch.float32)
     finite = ~expected.isnan()
-    for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal((decode_e4m3(values, dtype) * 256)[finite], values.to(dtype)[finite])
+    assert torch.equal((decode_e4m3(values) * 256)[finite], expected[finite])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 400])
+@pytest.mark.parametrize("rows", [1, 400, 3000])
 def test_fake_quantize_is_modelopts(dtype, rows):
     from modelopt.torch.quantization.tensor_quant import fp8_eager
 
@@ -270,6 +269,17 @@ def test_fake_quantize_is_modelopts(dtype, rows):
     assert fake_quantize(values, StaticScale.of(amax / 448)).abs().max() <= 37.5
     per_row = values.abs().amax(-1, keepdim=True)
     assert torch.equal(fake_quantize_per_token(values), fp8_eager(values, per_row))
+
+
+def test_fake_quantize_of_transposed_heads():
+    """Keys and values come as [1, heads, tokens, dim] views of [tokens, heads, dim]."""
+    values = torch.randn(1100, 3, 64).transpose(0, 1)[None].to(torch.bfloat16)
+    scale = StaticScale.of(0.02)
+    expected = fake_quantize(values.contiguous(), scale)
+    found = fake_quantize(values, scale)
+    assert (found.dtype, found.shape) == (torch.bfloat16, values.shape)
+    assert torch.equal(found, expected)
+    assert found.ne(0).any()
 
 
 def test_rows_of_zeros_stay_zero():
