@@ -328,7 +328,7 @@ def make_tree(
     rules = [rule | {"status": "pass"} for rule in RULES] if submittable else RULES
     verdict = write_record(
         results / "submission" / "verdict.json",
-        Spec("validate_submission", {"submission": {"benchmark": "llama3.1-8b"}}),
+        Spec("validate_submission", {"submission": {"benchmark": "llama3.1-8b", "variant": "fp8"}}),
         {"submittable": submittable, "rules": rules},
         inputs={f"run{i}": r for i, r in enumerate([*runs, *accuracies])},
     )

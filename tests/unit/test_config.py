@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import difflib
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 import yaml
 
 from fp8flow.config import demo_config
-from fp8flow.config_docs import GENERATED
-from fp8flow.config_file import check_config, load_config
+from fp8flow.config_docs import GENERATED, smallest_config
+from fp8flow.config_file import RESERVED, check_config, load_config
 from fp8flow.errors import FlowError
+from fp8flow.pipeline import Pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -95,6 +96,15 @@ def test_submitted_variant_must_exist() -> None:
     assert "allowed: fp8" in message
 
 
+def test_variants_cannot_take_the_folder_of_another_product() -> None:
+    pipeline = Pipeline(check_config(demo(), "test"), ROOT)
+    shared = {PurePath(r).parts[1] for r, p in pipeline.products.items() if p.variant is None}
+    assert shared | {"logs"} == RESERVED
+    data = demo()
+    data["variants"]["report"] = {}
+    assert "variants.report: is the name of a results folder" in message_for(data)
+
+
 def test_source_needs_its_keys() -> None:
     data = demo()
     data["model"] = {"source": "hub", "name": "m"}
@@ -107,6 +117,21 @@ def test_missing_path_says_where_it_looked(tmp_path: Path) -> None:
     data = demo()
     data["dataset"] |= {"source": "file", "path": str(tmp_path / "none.jsonl")}
     assert f"looked at {tmp_path / 'none.jsonl'}" in message_for(data)
+
+
+def test_a_source_cannot_lie_where_products_are_replaced(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    data = demo()
+    data["run"]["results"] = str(tmp_path)
+    data["model"] |= {"source": "local", "path": str(tmp_path / "model")}
+    assert "lies in run.results, where products are replaced" in message_for(data)
+
+
+@pytest.mark.parametrize("revision", ["main", "v1", "abc"])
+def test_hub_revision_must_be_a_commit(revision: str) -> None:
+    data = demo()
+    data["model"] = {"source": "hub", "name": "m", "id": "a/b", "revision": revision}
+    assert f"model.revision: '{revision}' is not allowed" in message_for(data)
 
 
 def test_url_id_list_needs_a_hash() -> None:
@@ -145,16 +170,9 @@ def test_command_line_values_get_their_types() -> None:
 
 def test_a_config_file_alone_holds_no_demo_value(tmp_path: Path) -> None:
     """What a file leaves out takes the benchmark's value, never the demo's."""
-    minimal = {
-        "run": {"name": "real"},
-        "model": {"source": "local", "path": str(tmp_path), "name": "llama"},
-        "dataset": {"source": "hub"},
-        "calibration": {"source": "hub"},
-        "variants": {"main": {}},
-        "scenarios": {"Offline": {"target_qps": 60.0}},
-        "system": {"name": "h200"},
-        "submission": {"submitter": "me", "variant": "main"},
-    }
+    minimal = smallest_config()
+    for section in ("model", "dataset", "calibration"):
+        minimal[section]["path"] = str(tmp_path)
     path = tmp_path / "real.yaml"
     path.write_text(yaml.safe_dump(minimal))
     config = load_config([path]).config
@@ -163,4 +181,7 @@ def test_a_config_file_alone_holds_no_demo_value(tmp_path: Path) -> None:
     assert config.calibration.samples == 512
     assert config.scenarios.Offline is not None
     assert config.scenarios.Offline.min_duration_ms == 600_000
-    assert "demo" not in config.model_dump_json()
+    assert "demo" not in config.model_dump_json().lower()
+    for key in minimal:
+        with pytest.raises(FlowError, match=f"{key}: is required"):
+            check_config({k: v for k, v in minimal.items() if k != key}, "test")

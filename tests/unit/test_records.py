@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,36 @@ def test_failure_keeps_the_older_product_and_leaves_no_half_one(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["p"]
 
 
+def test_a_folder_with_foreign_files_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "keep").mkdir()
+    (tmp_path / "keep" / "mine.txt").write_text("mine")
+    with pytest.raises(FlowError, match=r"did not make \(keep/mine\.txt\)"):
+        make(tmp_path)
+    assert (tmp_path / "keep" / "mine.txt").read_text() == "mine"
+    product = build_product(tmp_path / "new" / "out.json", SPEC)
+    with pytest.raises(FlowError, match=r"must be FOLDER/manifest\.json"), product:
+        pass
+
+
+def test_own_product_is_replaced_without_its_manifest_but_not_with_additions(
+    tmp_path: Path,
+) -> None:
+    manifest = make(tmp_path / "p")
+    write_record(tmp_path / "p" / "verdict.json", Spec("validate", {}), {"ok": True})
+    manifest.unlink()
+    make(tmp_path / "p", "again")
+    (tmp_path / "p" / "notes.txt").write_text("mine")
+    with pytest.raises(FlowError, match=r"notes\.txt"):
+        make(tmp_path / "p", "third")
+
+
+def test_product_of_another_rule_is_not_replaced(tmp_path: Path) -> None:
+    make(tmp_path / "p")
+    product = build_product(tmp_path / "p" / "manifest.json", Spec("fetch_model", {}))
+    with pytest.raises(FlowError, match="fetch_model did not make"), product:
+        pass
+
+
 def test_folder_that_snakemake_made_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     verify_record(make(tmp_path / "p"))
@@ -71,12 +103,39 @@ def test_changed_files_are_refused(tmp_path: Path, change, message: str) -> None
         verify_record(manifest)
 
 
-def test_edited_result_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("files", [[], ["queries.parquet"]])
+@pytest.mark.parametrize(("old", "new"), [("10.0", "99.0"), ('"a": 1', '"a": 2')])
+def test_edited_record_is_refused(tmp_path: Path, files: list[str], old: str, new: str) -> None:
     path = tmp_path / "run.json"
-    write_record(path, SPEC, {"tokens_per_s": 10.0})
-    path.write_text(path.read_text().replace("10.0", "99.0"))
-    with pytest.raises(FlowError, match="digest"):
+    (tmp_path / "queries.parquet").write_text("raw")
+    write_record(path, SPEC, {"tokens_per_s": 10.0}, files=files)
+    verify_record(path)
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(FlowError, match="seal does not match"):
         verify_record(path)
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_of_killed_jobs_are_swept(tmp_path: Path) -> None:
+    dead, alive = dead_pid(), os.getpid()
+    for pid in (dead, alive):
+        (tmp_path / f".p.{pid}.making").mkdir()
+    (tmp_path / f".p.{alive}.making").rename(tmp_path / ".p.1.making")
+    make(tmp_path / "p")
+    assert sorted(x.name for x in tmp_path.iterdir()) == [".p.1.making", "p"]
+
+
+def test_product_set_aside_by_a_killed_job_comes_back(tmp_path: Path) -> None:
+    make(tmp_path / "p")
+    (tmp_path / "p").rename(tmp_path / f".p.{dead_pid()}.old")
+    with pytest.raises(RuntimeError), build_product(tmp_path / "p" / "manifest.json", SPEC):
+        raise RuntimeError
+    verify_record(tmp_path / "p" / "manifest.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "other"}'])

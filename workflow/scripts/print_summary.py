@@ -41,16 +41,18 @@ def table(
                 latency(run, "tpot"),
                 *(rouge(item.accuracy, metric) for metric in _SHOWN_ROUGE),
                 run_state(run),
-                verdict_cell(verdict),
+                verdict_cell(verdict, item.variant),
             ]
         )
     return lines
 
 
-def verdict_cell(verdict: Record | None) -> Cell:
-    """Return the verdict in two words."""
+def verdict_cell(verdict: Record | None, variant: str) -> Cell:
+    """Return the verdict in two words; it is about one variant only."""
     if verdict is None:
         return Cell(DASH, "there is no verdict")
+    if verdict.spec["settings"]["submission"]["variant"] != variant:
+        return Cell(DASH, "another variant is submitted")
     good = verdict.result["submittable"]
     return Cell("submittable" if good else "not submittable", "", "good" if good else "bad")
 

@@ -114,6 +114,9 @@ def script_main(
     stop_cleanly_on_signals()
     try:
         spec = Spec.parse(arguments.spec)
+        program = Path(sys.argv[0])
+        if spec.rule != program.stem and program.with_name(f"{spec.rule}.py").is_file():
+            raise FlowError(f"this spec is for {spec.rule}; print one with show_spec.py")
         check_tools(spec.tools)
         work(arguments, spec)
     except FlowError as error:

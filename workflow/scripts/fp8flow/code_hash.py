@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -51,7 +52,9 @@ def _imports(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        elif isinstance(node, ast.ImportFrom):
+            if node.level or not node.module:
+                raise FlowError(f"line {node.lineno}: import modules by their full name")
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
@@ -93,17 +96,21 @@ def _tokens(node: object) -> Iterator[str]:
 
 
 @cache
-def _parsed(source: bytes) -> tuple[str, tuple[str, ...]]:
-    """Return the tree hash of a source text and the package modules that it imports."""
+def _parsed(source: bytes) -> tuple[str, tuple[str, ...], frozenset[str]]:
+    """Return the tree hash of a source text, the package modules and the others it imports."""
     tree = ast.parse(source)
     digest = hashlib.sha256("\0".join(_tokens(tree)).encode("utf-8", "surrogatepass"))
-    names = {part for name in _imports(tree) for part in _with_parents(name)}
-    return digest.hexdigest(), tuple(sorted(names))
+    imported = set(_imports(tree))
+    names = {part for name in imported for part in _with_parents(name)}
+    others = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    return digest.hexdigest(), tuple(sorted(names)), frozenset(others - {PACKAGE})
 
 
-def _parse(path: Path) -> tuple[str, tuple[str, ...]]:
+def _parse(path: Path) -> tuple[str, tuple[str, ...], frozenset[str]]:
     try:
         return _parsed(path.read_bytes())
+    except FlowError as error:
+        raise FlowError(f"{path}, {error}") from error
     except SyntaxError as error:
         raise FlowError(f"{path}, line {error.lineno}: {error.msg}") from error
 
@@ -135,3 +142,9 @@ def code_hash(root: Path, programs: Iterable[str]) -> str:
     for path in closure(root, programs):
         digest.update(f"{path.relative_to(root).as_posix()} {_parse(path)[0]}\n".encode())
     return digest.hexdigest()
+
+
+def third_party(root: Path, programs: Iterable[str]) -> set[str]:
+    """Return the modules from outside the project that the programs import, by their first name."""
+    local = {path.stem for path in root.glob("*.py")}
+    return {name for path in closure(root, programs) for name in _parse(path)[2]} - local

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -70,7 +71,7 @@ class ModelConfig(Section):
         ),
     )
     id: str | None = Field(None, description="Hub id (`source: hub`).")
-    revision: str | None = Field(
+    revision: Commit | None = Field(
         None, description="Commit hash on the hub (`source: hub`); 40 hex digits."
     )
     path: str | None = Field(None, description="Model folder (`source: local`).")
@@ -304,6 +305,12 @@ class SystemConfig(Section):
     other_software_stack: str | None = Field(None, description="Driver, CUDA, libraries.")
     hw_notes: str | None = Field(None, description="Notes on the hardware.")
     sw_notes: str | None = Field(None, description="Notes on the software.")
+    host_ecc: bool | None = Field(
+        None, description="Whether ECC is on in the host's memory; null: detect."
+    )
+    accelerator_ecc: bool | None = Field(
+        None, description="Whether ECC is on in the accelerators' memory; null: detect."
+    )
     network_data_path: str | None = Field(
         None,
         description=(
@@ -321,6 +328,24 @@ class SubmissionConfig(Section):
     benchmark: Literal["llama3.1-8b"] = Field("llama3.1-8b", description="Benchmark.")
     round: Literal["v6.1"] = Field("v6.1", description="MLPerf Inference round.")
     variant: Name = Field(description="The variant that is submitted.")
+    attested: list[str] = Field(
+        default=[],
+        description=(
+            "Ids of rules that cannot be proven here and that the submitter vouches for, for "
+            "example `model-official` with a local copy. It changes nothing about a rule that "
+            "fails."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _attested_are_rules(self) -> SubmissionConfig:
+        from fp8flow.rules import load_rules, rules_file, unknown_ids
+
+        if self.attested and (
+            unknown := unknown_ids(load_rules(rules_file(self.round)), self.attested)
+        ):
+            raise ValueError(f"attested: {self.round} has no rule {', '.join(unknown)}")
+        return self
 
 
 class ReportConfig(Section):

@@ -73,16 +73,43 @@ def reference_page() -> str:
         "Generated from `workflow/scripts/fp8flow/config.py` by `make config`; do not edit.",
         "",
         "A file given with `--configfile` replaces `config/config.yaml`; keys that it leaves out",
-        "take the defaults below. Several files are merged in order. Unknown keys are errors.",
+        "take the defaults below, which are the benchmark's and not the demo's. Several files are",
+        "merged in order: `--configfile config/config.yaml my-changes.yaml` changes the demo.",
+        "Unknown keys are errors. Paths are relative to the working directory. Give every",
+        "configuration a `run.results` of its own, or it rebuilds what lies there.",
+        "",
+        "The smallest file names what has no default:",
+        "",
+        *(f"    {line}" for line in _smallest().splitlines()),
         "",
         "How to run (cores, memory, partitions, start-up time-outs) is not configuration: see",
         "`profiles/`.",
     ]
     for title, model, field in _sections(Config, ""):
-        out += ["", f"## {title}", "", (field.description if field else "") or "", ""]
+        state = " (required)" if field is not None and field.is_required() else ""
+        out += ["", f"## {title}{state}", "", (field.description if field else "") or "", ""]
         out += ["| key | values | default | meaning |", "|---|---|---|---|"]
         out += [_row(name, item) for name, item in model.model_fields.items()]
     return "\n".join(out) + "\n"
+
+
+def smallest_config() -> dict[str, Any]:
+    """Return a configuration that holds only what is required."""
+    return {
+        "run": {"name": "mine", "results": "results-mine"},
+        "model": {"source": "local", "path": "models/my-llama", "name": "my-llama"},
+        "dataset": {"source": "file", "path": "evaluation.jsonl"},
+        "calibration": {"source": "file", "path": "calibration.jsonl"},
+        "variants": {"fp8": {}},
+        "scenarios": {"Offline": {"target_qps": 60.0}, "Server": {"target_qps": 58.0}},
+        "system": {"name": "my-system"},
+        "submission": {"submitter": "me", "variant": "fp8"},
+    }
+
+
+def _smallest() -> str:
+    lines = (f"{key}: {_scalar(value)}" for key, value in smallest_config().items())
+    return "\n".join(lines)
 
 
 def _sections(

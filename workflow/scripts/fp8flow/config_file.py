@@ -16,6 +16,8 @@ from fp8flow.config import Config, EngineConfig, QuantizationConfig, Section
 from fp8flow.errors import FlowError
 
 REFERENCE = "config/README.md"
+# Folders below results/ that are not variants.
+RESERVED = frozenset({"model", "data", "system", "submission", "report", "logs"})
 Location = tuple[str | int, ...]
 
 
@@ -219,7 +221,14 @@ def _cross_checks(config: Config, variants: Mapping[str, Variant]) -> Iterator[P
     yield from _needs("dataset", config.dataset, files)
     yield from _needs("calibration", config.calibration, files)
     yield from _missing_paths(config)
+    yield from _inside_results(config)
     yield from _calibration_checks(config)
+    for name in config.variants.keys() & RESERVED:
+        yield Problem(
+            ("variants", name),
+            "is the name of a results folder",
+            f"choose another name than {', '.join(sorted(RESERVED))}",
+        )
     if not config.scenarios.chosen():
         yield Problem(("scenarios",), "no scenario is given", "give at least Offline")
     if config.submission.variant not in config.variants:
@@ -232,6 +241,18 @@ def _cross_checks(config: Config, variants: Mapping[str, Variant]) -> Iterator[P
         yield Problem(("harness", "min_output_tokens"), "is larger than max_output_tokens")
     for variant in variants.values():
         yield from _serve_checks(config, variant)
+
+
+def _inside_results(config: Config) -> Iterator[Problem]:
+    results = Path(config.run.results).absolute()
+    for section in ("model", "dataset", "calibration"):
+        path = getattr(config, section).path
+        if path is not None and Path(path).absolute().is_relative_to(results):
+            yield Problem(
+                (section, "path"),
+                f"{path!r} lies in run.results, where products are replaced",
+                "move it elsewhere, or choose another run.results",
+            )
 
 
 def _calibration_checks(config: Config) -> Iterator[Problem]:

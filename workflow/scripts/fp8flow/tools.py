@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -35,21 +36,29 @@ def prefer_own_interpreter() -> None:
     os.environ["PATH"] = os.pathsep.join([own, os.environ.get("PATH", os.defpath)])
 
 
-def locked_versions(lock_file: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the pinned version of each distribution in ``names`` from a requirements lock.
+def locked_versions(lock_files: Iterable[Path], names: Iterable[str]) -> dict[str, str]:
+    """Return the pinned version of each distribution in ``names`` from requirements locks.
 
     Raises:
         FlowError: if one of them is not pinned there.
     """
     pins: dict[str, str] = {}
-    for line in lock_file.read_text(encoding="utf-8").splitlines():
+    for lock_file in lock_files:
+        pins |= _pins(lock_file.read_text(encoding="utf-8"))
+    wanted = {name: pins.get(_normalise(name)) for name in names}
+    if missing := sorted(name for name, version in wanted.items() if version is None):
+        raise FlowError(f"no lock file in envs/ pins {', '.join(missing)}; run `make lock`")
+    return {name: version for name, version in sorted(wanted.items()) if version is not None}
+
+
+@cache
+def _pins(lock: str) -> dict[str, str]:
+    pins = {}
+    for line in lock.splitlines():
         match = _PIN.match(line.strip())
         if match and _marker_holds(match[3]):
             pins[_normalise(match[1])] = match[2]
-    wanted = {name: pins.get(_normalise(name)) for name in names}
-    if missing := sorted(name for name, version in wanted.items() if version is None):
-        raise FlowError(f"{lock_file} does not pin {', '.join(missing)}; run `make lock`")
-    return {name: version for name, version in sorted(wanted.items()) if version is not None}
+    return pins
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
