@@ -67,7 +67,21 @@ def test_all_problems_are_reported_at_once() -> None:
     assert "config/README.md" in message
 
 
-@pytest.mark.parametrize("value", ["58", True, None, [58]])
+@pytest.mark.parametrize("spelling", ["results/", "./results", "results//x/..", " results "])
+def test_results_folder_has_one_spelling(spelling: str) -> None:
+    data = demo()
+    data["run"]["results"] = spelling
+    assert check_config(data, "test").config.run.results == "results"
+
+
+@pytest.mark.parametrize("folder", ["", " ", ".", "/", "~/r", "../r", "a{b}", "a\nb"])
+def test_results_folder_must_be_a_folder_of_its_own(folder: str) -> None:
+    data = demo()
+    data["run"]["results"] = folder
+    assert "run.results" in message_for(data)
+
+
+@pytest.mark.parametrize("value", ["58", True, None, [58], float("inf"), 1e-300, 1e300])
 def test_values_are_not_coerced(value: object) -> None:
     data = demo()
     data["scenarios"]["Server"]["target_qps"] = value

@@ -70,7 +70,7 @@ def test_own_product_is_replaced_without_its_manifest_but_not_with_additions(
     manifest = make(tmp_path / "p")
     write_record(tmp_path / "p" / "verdict.json", Spec("validate", {}), {"ok": True})
     manifest.unlink()
-    make(tmp_path / "p", "again")
+    verify_record(make(tmp_path / "p", "again"))
     (tmp_path / "p" / "notes.txt").write_text("mine")
     with pytest.raises(FlowError, match=r"notes\.txt"):
         make(tmp_path / "p", "third")
@@ -138,7 +138,14 @@ def test_product_set_aside_by_a_killed_job_comes_back(tmp_path: Path) -> None:
     verify_record(tmp_path / "p" / "manifest.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "other"}'])
+def test_file_added_to_a_product_is_refused(tmp_path: Path) -> None:
+    manifest = make(tmp_path / "p")
+    (tmp_path / "p" / "sub" / "adapter.json").write_text("{}")
+    with pytest.raises(FlowError, match=r"sub/adapter\.json was added"):
+        verify_record(manifest)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "other"}', '{"schema": "fp8flow/1"}'])
 def test_unreadable_record_is_a_clear_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,9 @@ CASES: dict[str, tuple[Any, set[str]]] = {
         }
         | PACKAGE,
     ),
-    "submission.submitter": ("someone", {"assemble_submission", "validate_submission"} | PACKAGE),
+    "submission.submitter": ("someone", PACKAGE),
     "submission.division": ("open", PACKAGE),
+    "submission.attested": (["model-official"], PACKAGE),
     "report.title": ("Another title", {"render_report"}),
 }
 # Keys with one allowed value, keys that need files or a matching source, and names of folders:
@@ -149,6 +151,7 @@ def test_system_description_reruns_no_run(key: str, checkout: Path) -> None:
     texts = {"system.status": "available", "system.system_type": "edge"}
     numbers = ("number_of_nodes", "per_node", "core_count")
     value = texts.get(key, 7 if key.endswith(numbers) else "text")
+    value = True if key.endswith("_ecc") else value
     write_config(checkout, edited(key, value))
     assert execute(checkout, dry=True) == {"describe_system"} | PACKAGE
 
@@ -335,6 +338,42 @@ def test_lost_snakemake_metadata_does_not_hide_a_change(checkout: Path) -> None:
 def test_a_verdict_does_not_outlive_its_run(checkout: Path) -> None:
     (checkout / "results/fp8/Server/performance/run.json").unlink()
     assert execute(checkout, dry=True) == {"run_performance fp8 Server"} | PACKAGE
+
+
+@pytest.mark.parametrize("spelling", ["results/", "./results"])
+def test_spelling_of_the_results_folder_hides_nothing(spelling: str, checkout: Path) -> None:
+    data = edited("scenarios.Server.target_qps", 1.0)
+    data["run"]["results"] = spelling
+    write_config(checkout, data)
+    assert execute(checkout, dry=True) == SERVER | PACKAGE
+
+
+def forget(checkout: Path) -> None:
+    """Remove what Snakemake remembers, as a kill at the wrong moment does."""
+    shutil.rmtree(checkout / ".snakemake")
+
+
+def test_deleted_checkpoint_does_not_hide_a_change(checkout: Path) -> None:
+    shutil.rmtree(checkout / "results" / "fp8" / "checkpoint")
+    forget(checkout)
+    assert execute(checkout, dry=True) == set()
+    write_config(checkout, edited("calibration.samples", 16))
+    planned = execute(checkout, dry=True, targets=("performance",))
+    assert {"run_performance fp8 Offline", "quantize fp8", "prepare_calibration"} <= planned
+
+
+def test_edited_record_is_made_again(checkout: Path) -> None:
+    path = checkout / "results" / "submission" / "verdict.json"
+    times = path.stat().st_atime, path.stat().st_mtime
+    path.write_text(path.read_text().replace('"spec"', '"spec" ', 1).replace("fp8", "fp9", 1))
+    os.utime(path, times)
+    assert execute(checkout, dry=True) == {"validate_submission", "render_report"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"schema": "fp8flow/1", "spec": "x"}'])
+def test_damaged_record_is_made_again(text: str, checkout: Path) -> None:
+    (checkout / "results" / "system" / "system.json").write_text(text)
+    assert execute(checkout, dry=True) == {"describe_system"} | PACKAGE
 
 
 def test_large_products_may_be_deleted(checkout: Path) -> None:

@@ -46,7 +46,7 @@ SUBMITTED = PIPELINE.config.submission.variant
 
 
 pathvars:
-    results=PIPELINE.config.run.results,
+    results=str(PIPELINE.results),
 
 
 wildcard_constraints:

