@@ -73,6 +73,12 @@ class Options:
     role_only_first: bool = field(default=False, metadata={"help": "first event has no text"})
     no_token_ids: bool = field(default=False, metadata={"help": "stream text only"})
     no_usage: bool = field(default=False, metadata={"help": "no usage in the stream"})
+    bad_token_id: str = field(
+        default="", metadata={"help": "JSON value in place of an answer's last token id"}
+    )
+    stay_open: bool = field(
+        default=False, metadata={"help": "the stream does not end after [DONE]"}
+    )
     wrong_usage: bool = field(default=False, metadata={"help": "usage says one token too many"})
     fragment: bool = field(default=False, metadata={"help": "write the stream in odd pieces"})
     crlf: bool = field(default=False, metadata={"help": "CRLF line ends and comment lines"})
@@ -238,6 +244,8 @@ class FakeServer:
         cached = self.options.prefix_reuse and digest in self.seen_prompts
         self.seen_prompts.add(digest)
         answer = self.answer(digest, int(body.get("max_tokens", 16)))
+        if self.options.bad_token_id and answer.ids:
+            answer.ids[-1] = json.loads(self.options.bad_token_id)
         await self._pause(self.options.ttft_ms * (0.1 if cached else 1.0))
         usage: dict[str, Any] = {
             "prompt_tokens": len(body["prompt"]),
@@ -297,6 +305,8 @@ class FakeServer:
             await self._write_tokens(request, response, answer)
             if not self.options.truncate:
                 await self._write_end(response, usage)
+            if self.options.stay_open:
+                await asyncio.sleep(1e6)
             await response.write_eof()
         return response
 

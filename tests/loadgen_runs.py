@@ -54,6 +54,30 @@ def write_job(folder: Path, base_url: str, rows: int = 32, **job: Any) -> Path:
     return path
 
 
+def run_changed(job: Path, change: str) -> dict[str, Any]:
+    """Run a job in a process of its own after ``change``, code that puts a fault into LoadGenRun.
+
+    Names at hand: ``Run`` (LoadGenRun) and the modules ``client``, ``loadgen``, ``loadgen_output``.
+    """
+    code = f"""
+import os
+from pathlib import Path
+from fp8flow import client, loadgen, loadgen_output
+Run = loadgen.LoadGenRun
+{change}
+loadgen.run_job(loadgen.LoadJob.read(Path({str(job)!r})))
+os._exit(0)  # a run that was given up leaves LoadGen's thread behind
+"""
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(SCRIPTS)},
+        check=True,
+        timeout=60,
+    )
+    outcome: dict[str, Any] = json.loads((job.parent / "1" / "outcome.json").read_text("utf-8"))
+    return outcome
+
+
 def start_worker(job: Path) -> subprocess.Popen[str]:
     """Start the worker on a job."""
     return subprocess.Popen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import Any
@@ -11,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fakeserver
-from fp8flow.client import Completion, EventParser, request_body, run_requests
+from fp8flow import client
+from fp8flow.client import (
+    CallbackError,
+    Completion,
+    CompletionClient,
+    EventParser,
+    request_body,
+    run_requests,
+)
 
 
 def one(server: dict[str, Any], timeout_s: float = 10.0, max_tokens: int = 8) -> Completion:
@@ -115,6 +124,67 @@ def test_failures_have_names(server: dict[str, Any], kind: str) -> None:
     assert completion.error == kind
     assert completion.detail is not None
     assert completion.done_ns > completion.sent_ns
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"choices": [{"text": 5, "finish_reason": None}]},
+        {"choices": [{"text": "a", "finish_reason": 1}]},
+        {"choices": [{"text": "a", "token_ids": 7}]},
+        {"choices": [{"text": "a", "token_ids": "78"}]},
+        {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1.5}},
+        {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1 << 40}},
+    ],
+)
+def test_events_of_wrong_types_are_malformed(event: dict[str, Any]) -> None:
+    reader = client._StreamReader(Completion(), None)
+    with pytest.raises(client.StreamError) as caught:
+        reader.take(json.dumps(event).encode())
+    assert caught.value.kind == "malformed"
+
+
+@pytest.mark.parametrize("name", ["on_first", "on_done"])
+@pytest.mark.parametrize("error", [ValueError, OverflowError])
+def test_error_of_a_callback_is_not_swallowed(name: str, error: type[Exception]) -> None:
+    def fail(_: Completion) -> None:
+        raise error("my own fault")
+
+    async def ask(base_url: str) -> None:
+        async with CompletionClient.open(base_url, 1, 10.0) as opened:
+            await opened.stream(request_body("fake", [1], 4, {}), **{name: fail})
+
+    with (
+        fakeserver.running(tokens=4) as server,
+        pytest.raises(CallbackError, match="my own fault") as caught,
+    ):
+        asyncio.run(ask(server.base_url))
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_error_of_on_done_after_a_failure_is_not_swallowed() -> None:
+    def fail(completion: Completion) -> None:
+        raise ValueError(completion.error)
+
+    async def ask(base_url: str) -> None:
+        async with CompletionClient.open(base_url, 1, 10.0) as opened:
+            await opened.stream(request_body("fake", [1], 4, {}), on_done=fail)
+
+    with (
+        fakeserver.running(fail_rate=1.0) as server,
+        pytest.raises(CallbackError, match="http_500"),
+    ):
+        asyncio.run(ask(server.base_url))
+
+
+def test_stream_that_stays_open_after_its_end_is_closed() -> None:
+    # Two requests over one connection: the second needs the first to let it go.
+    with fakeserver.running(tokens=4, stay_open=True) as server:
+        bodies = [request_body("fake", [i], 4, {}) for i in range(2)]
+        done = asyncio.run(
+            asyncio.wait_for(client._stream_all(server.base_url, bodies, 1, 60.0), timeout=20.0)
+        )
+    assert [completion.error for completion in done] == [None, None]
 
 
 def test_message_of_the_server_is_kept() -> None:

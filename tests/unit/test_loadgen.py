@@ -16,8 +16,9 @@ import pytest
 import fakeserver
 import loadgen_runs
 from fp8flow.errors import FlowError
-from fp8flow.loadgen import SEEDS, LoadJob, read_bodies, user_conf_text
+from fp8flow.loadgen import token_array
 from fp8flow.loadgen_log import parse_detail
+from fp8flow.loadgen_settings import SEEDS, LoadJob, read_bodies, user_conf_text
 
 
 def rows_of(folder: Path, name: str = "queries") -> list[dict[str, Any]]:
@@ -92,7 +93,7 @@ def test_official_settings_come_from_loadgens_own_file(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
 from dataclasses import replace
-from fp8flow.loadgen import LoadJob, make_settings, user_conf_text
+from fp8flow.loadgen_settings import LoadJob, make_settings, user_conf_text
 job = replace(LoadJob.read(Path({str(tmp_path / "job.json")!r})), official=True)
 conf = Path({str(tmp_path / "user.conf")!r})
 conf.write_text(user_conf_text(job, 13368))
@@ -221,6 +222,97 @@ def test_server_without_ids_and_a_tokenizer(tmp_path: Path) -> None:
     assert outcome is not None
     assert outcome["usage_mismatches"] == 0
     assert all(row["output_tokens"] == 16 for row in rows_of(tmp_path))
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+@pytest.mark.parametrize(
+    ("token_id", "tokens_per_chunk"),
+    [("4294967296", 1), ("4294967296", 16), ("-1", 1), ("1.5", 1), ("true", 1), ('"7"', 16)],
+)
+def test_ids_that_are_no_ids_fail_the_query_and_the_run_ends(
+    tmp_path: Path, scenario: str, token_id: str, tokens_per_chunk: int
+) -> None:
+    status, outcome, stderr = loadgen_runs.run_worker(
+        tmp_path,
+        {"bad_token_id": token_id, "tokens_per_chunk": tokens_per_chunk},
+        rows=4,
+        scenario=scenario,
+        min_duration_ms=1,
+    )
+    assert status == 1
+    assert outcome is not None
+    assert outcome["counts"]["failures_by_kind"] == {"malformed": 4}
+    assert outcome["loadgen_finished"]
+    assert "no int32" in outcome["reason"]
+    assert "Traceback" not in stderr
+    assert not parse_detail(tmp_path / "1" / "mlperf_log_detail.txt").errors
+    assert {row["output_tokens"] for row in rows_of(tmp_path)} == {None}
+
+
+def test_token_array() -> None:
+    assert token_array([0, (1 << 31) - 1]).tolist() == [0, (1 << 31) - 1]
+    for wrong in ([1 << 31], [-1], [-(1 << 40)], [True], [1.0], [None], ["1"]):
+        with pytest.raises(ValueError, match="1 token ids are no int32"):
+            token_array([5, *wrong])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("def fail(self, *_): raise OSError('bug')\nRun._report_first = fail", "bug"),
+        ("def fail(self, *_): raise KeyError('bug')\nRun._count = fail", "bug"),
+        # Queries that nobody works on.
+        ("Run._submit = lambda self, queries: self.queries.extend(queries)", "no request for them"),
+        # Requests that never end, whatever their timeout says.
+        (
+            "loadgen._STALL_MARGIN_S = 0.0\nopen_it = client.CompletionClient.open\n"
+            "loadgen.CompletionClient.open = lambda url, size, _: open_it(url, size, 1e4)",
+            "none of 4 open queries ended in 1 s",
+        ),
+    ],
+    ids=["first", "done", "lost", "stalled"],
+)
+def test_faults_of_our_own_end_the_run_with_a_reason(
+    tmp_path: Path, change: str, reason: str
+) -> None:
+    with fakeserver.running(hang_after=0 if "STALL" in change else -1) as server:
+        job = loadgen_runs.write_job(
+            tmp_path, server.base_url, 4, request_timeout_s=1.0, min_duration_ms=1
+        )
+        outcome = loadgen_runs.run_changed(job, change)
+    assert outcome["state"] == "failed"
+    assert reason in outcome["reason"]
+    counts = outcome["counts"]
+    assert counts["issued"] == 4 == counts["completed"] + counts["failed"]
+
+
+def test_slow_requests_are_no_stall(tmp_path: Path) -> None:
+    # All answers together take longer than the watchdog allows between two.
+    with fakeserver.running(ttft_ms=800, max_concurrency=1) as server:
+        job = loadgen_runs.write_job(
+            tmp_path, server.base_url, 4, request_timeout_s=30.0, min_duration_ms=1
+        )
+        outcome = loadgen_runs.run_changed(job, "loadgen._STALL_MARGIN_S = -27.5")
+    assert (outcome["state"], outcome["counts"]["completed"]) == ("complete", 4)
+
+
+def test_accuracy_run_asks_for_no_duration(tmp_path: Path) -> None:
+    _, outcome, _ = loadgen_runs.run_worker(tmp_path, {}, rows=4, mode="accuracy")
+    assert outcome is not None
+    assert outcome["settings"]["requested"]["min_duration_ms"] is None
+    assert "duration" not in outcome["settings"]["user_conf"]
+
+
+def test_queries_that_loadgen_did_not_make_have_no_schedule(tmp_path: Path) -> None:
+    with fakeserver.running() as server:
+        job = loadgen_runs.write_job(
+            tmp_path, server.base_url, 4, scenario="Server", min_duration_ms=1
+        )
+        outcome = loadgen_runs.run_changed(
+            job, "loadgen_output.scheduled_ns = lambda log, count: ([0], 'computed; it agrees')"
+        )
+    assert outcome["scheduled"] == "4 queries came, but LoadGen made 1"
+    assert {row["scheduled_ns"] for row in rows_of(tmp_path)} == {None}
 
 
 def test_lost_server_ends_the_run_soon(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import fakeserver
 import loadgen_runs
 from fp8flow import runs
 from fp8flow.errors import FlowError
@@ -28,6 +29,8 @@ KEYS = {
     "duration_s",
     "min_duration_s",
     "throughput",
+    "measured_from",
+    "measured_from_reason",
     "latency_ns",
     "tokens",
     "settings",
@@ -77,6 +80,16 @@ def test_real_run(tmp_path: Path, scenario: str, mode: str) -> None:
         assert block["min"] <= block["p50"] <= block["p99"] <= block["p99.9"] <= block["max"]
         assert block["early_stopping_p99"] is None  # 32 queries are too few
         assert block["from"] == "scheduled"
+    assert result["measured_from"] == "scheduled"
+    assert result["measured_from_reason"] == result["scheduled"] != ""
+    assert result["min_duration_s"] == (None if mode == "accuracy" else 0.1)
+    asked = None if mode == "accuracy" else 100
+    assert result["settings"]["asked_for"]["min_duration_ms"] == asked
+    assert result["settings"]["requested"]["min_duration_ms"] == asked
+    key = {"Offline": "tokens_per_second", "Server": "completed_tokens_per_second"}[scenario]
+    assert throughput["loadgen_field"] == f"result_{key}"
+    assert throughput["loadgen_tokens_per_s"] == result["loadgen"]["result"].get(key)
+    assert (throughput["loadgen_tokens_per_s"] is None) == (mode == "accuracy")
     assert result["latency_ns"]["ttft"]["min"] >= 5e6
     assert result["tokens"]["input_total"] == 32 * 20
     assert result["tokens"]["output_total"] == 32 * 16
@@ -105,6 +118,44 @@ def test_loadgens_statistics_are_used_and_agree_with_ours(tmp_path: Path) -> Non
     )
 
 
+def test_source_and_origin_are_told_of_each_statistic() -> None:
+    log = DetailLog(
+        values={
+            "result_first_token_mean_latency_ns": 10,
+            "result_first_token_99.00_percentile_latency_ns": 12,
+        }
+    )
+    series = runs.Series(ttft=[10], measured_from="issued")
+    block = runs._latency_block(series, log, [])["ttft"]
+    assert block is not None
+    assert (block["p99"], block["source"], block["from"]) == (12, "loadgen", "scheduled")
+    assert block["sources"]["p99"] == block["sources"]["mean"] == "loadgen"
+    assert block["origins"]["p99"] == "scheduled"
+    for name in ("p50", "early_stopping_p99", "count"):
+        assert (block["sources"][name], block["origins"][name]) == ("queries", "issued")
+    named = block.keys() - {"from", "source", "sources", "origins"}
+    assert block["sources"].keys() == block["origins"].keys() == named
+
+
+def test_source_is_that_of_p99() -> None:
+    log = DetailLog(values={"result_first_token_mean_latency_ns": 10})
+    block = runs._latency_block(runs.Series(ttft=[10], measured_from="issued"), log, [])["ttft"]
+    assert block is not None
+    assert (block["source"], block["from"]) == ("queries", "issued")
+    assert block["sources"]["mean"] == "loadgen"
+
+
+def test_unknown_schedule_is_told_with_its_reason(tmp_path: Path) -> None:
+    with fakeserver.running() as server:
+        job = loadgen_runs.write_job(tmp_path, server.base_url, scenario="Server")
+        loadgen_runs.run_changed(job, "loadgen_output.scheduled_ns = lambda *_: (None, 'no seed')")
+    result = build_run_result(tmp_path / "1")
+    assert (result["measured_from"], result["measured_from_reason"]) == ("issued", "no seed")
+    ttft = result["latency_ns"]["ttft"]
+    assert ttft["origins"]["early_stopping_p99"] == "issued"
+    assert (ttft["from"], ttft["source"]) == ("scheduled", "loadgen")
+
+
 def test_failed_run_counts_no_throughput_from_failures(tmp_path: Path) -> None:
     loadgen_runs.run_worker(tmp_path, {"fail_rate": 0.4, "seed": 2}, scenario="Server")
     result = build_run_result(tmp_path / "1")
@@ -125,6 +176,7 @@ def test_run_without_any_answer_has_nulls_not_numbers(tmp_path: Path) -> None:
     assert result["throughput"]["output_tokens_per_s"] is None
     assert result["latency_ns"] == {"ttft": None, "tpot": None, "latency": None}
     assert result["tokens"]["output_mean"] is None
+    assert result["throughput"]["loadgen_tokens_per_s"] is None
 
 
 def test_one_token_answers_are_reported(tmp_path: Path) -> None:

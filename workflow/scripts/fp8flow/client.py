@@ -8,6 +8,8 @@ allowed; ``http_<status>`` any status but 200; ``malformed`` an event that is no
 ``server_error`` an error object in the stream; ``truncated`` the stream ended without finish reason
 or ``[DONE]``; ``empty`` no output token at all; ``aborted`` given up because the run was;
 ``client_error`` anything else, with the exception as the detail.
+
+An exception in a callback of the caller is no failure of a request: see :class:`CallbackError`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _DONE = b"[DONE]"
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 # Servers close idle connections after about 5 s; reusing one at that moment fails the request.
 _KEEP_IDLE_S = 2.0
+# The end of a stream follows [DONE] at once; a connection that stays open longer is closed.
+_DRAIN_S = 1.0
 _DETAIL_CHARACTERS = 300
 # One event per output token: json.loads spends half its time on guessing the encoding.
 _decode = json.JSONDecoder().decode
@@ -67,6 +71,10 @@ class StreamError(Exception):
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
+
+
+class CallbackError(Exception):
+    """A callback of the caller raised, which says nothing about the request; see the cause."""
 
 
 class EventParser:
@@ -122,8 +130,8 @@ class _StreamReader:
                 raise StreamError("server_error", _shorten(str(event["error"])))
             usage = event.get("usage")
             if usage:
-                self._completion.prompt_tokens = usage["prompt_tokens"]
-                self._completion.completion_tokens = usage["completion_tokens"]
+                self._completion.prompt_tokens = _count_of(usage, "prompt_tokens")
+                self._completion.completion_tokens = _count_of(usage, "completion_tokens")
         except (ValueError, AttributeError, KeyError, TypeError) as error:
             shown = payload[:_DETAIL_CHARACTERS].decode("utf-8", "replace")
             raise StreamError("malformed", f"{error} in the event: {shown}") from error
@@ -132,12 +140,16 @@ class _StreamReader:
         completion = self._completion
         ids = choice.get("token_ids")
         if ids:
+            if not isinstance(ids, list):
+                raise TypeError("token_ids is no list")
             if completion.token_ids is None:
                 completion.token_ids = ids
             else:
                 completion.token_ids.extend(ids)
         text = choice["text"]
         if text:
+            if not isinstance(text, str):
+                raise TypeError("text is no string")
             self._pieces.append(text)
             if completion.first_token_ns is None:
                 completion.first_token_ns = time.perf_counter_ns()
@@ -146,6 +158,8 @@ class _StreamReader:
                     self._on_first(completion)
         reason = choice.get("finish_reason")
         if reason:
+            if not isinstance(reason, str):
+                raise TypeError("finish_reason is no string")
             completion.finish_reason = reason
 
     def close(self, done: bool) -> None:
@@ -165,6 +179,25 @@ class _StreamReader:
     def keep_partial_text(self) -> None:
         """Leave what came so far in the completion."""
         self._completion.text = "".join(self._pieces)
+
+
+def _count_of(usage: Mapping[str, Any], key: str) -> int:
+    value = usage[key]
+    if type(value) is not int or not 0 <= value < 1 << 31:
+        raise ValueError(f"{key} is no number of tokens")
+    return value
+
+
+def _guarded(callback: Callable[[Completion], None]) -> Callable[[Completion], None]:
+    """Return ``callback`` with its exceptions told apart from those of the request."""
+
+    def call(completion: Completion) -> None:
+        try:
+            callback(completion)
+        except Exception as error:
+            raise CallbackError(_shorten(f"{type(error).__name__}: {error}")) from error
+
+    return call
 
 
 def _shorten(text: str) -> str:
@@ -255,6 +288,9 @@ class CompletionClient:
             body: see :func:`request_body`.
             on_first: called at the first text, with the token ids so far.
             on_done: called once, at ``[DONE]`` or on failure, before the connection is tidied up.
+
+        Raises:
+            CallbackError: if a callback raises; no other callback is called after that.
         """
         completion = Completion(sent_ns=time.perf_counter_ns())
         finished = False
@@ -264,9 +300,9 @@ class CompletionClient:
             finished = True
             completion.done_ns = time.perf_counter_ns()
             if on_done is not None:
-                on_done(completion)
+                _guarded(on_done)(completion)
 
-        reader = _StreamReader(completion, on_first)
+        reader = _StreamReader(completion, None if on_first is None else _guarded(on_first))
         try:
             async with self._session.post(self._url, data=body) as response:
                 await _read_answer(response, reader)
@@ -278,7 +314,10 @@ class CompletionClient:
                 completion.error, completion.detail = "aborted", "given up with the run"
                 finish()
             raise
+        except CallbackError:
+            raise
         except Exception as error:
+            # What happens to the connection after the answer is no failure of the request.
             if not finished:
                 completion.error, completion.detail = classify(error)
                 reader.keep_partial_text()
@@ -308,8 +347,12 @@ async def _read_answer(response: aiohttp.ClientResponse, reader: _StreamReader) 
 
 async def _drain(response: aiohttp.ClientResponse) -> None:
     """Read the end of the stream, so that the connection goes back to the pool."""
-    while await response.content.readany():
-        pass
+    try:
+        async with asyncio.timeout(_DRAIN_S):
+            while await response.content.readany():
+                pass
+    except TimeoutError:
+        response.close()
 
 
 async def _stream_all(

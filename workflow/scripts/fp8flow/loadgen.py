@@ -1,11 +1,9 @@
-"""One MLPerf LoadGen run against an HTTP server: the job, its settings and the run itself.
+"""One MLPerf LoadGen run against an HTTP server.
 
 LoadGen lives in a thread of its own and hands queries to the asyncio loop in the main thread,
 which streams the answers and reports them back. LoadGen stamps times at these calls, so nothing
-else is done between an event's arrival and the call.
-
-Official settings are those of the mlperf.conf inside the LoadGen wheel plus our user.conf (MLPerf
-Inference v6.1). LoadGen reads them correctly only once per process: one process per run.
+else is done between an event's arrival and the call. One process per run: see
+:func:`fp8flow.loadgen_settings.make_settings`.
 """
 
 from __future__ import annotations
@@ -20,232 +18,64 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp8flow.client import Completion, CompletionClient, request_body
-from fp8flow.errors import FlowError
-from fp8flow.loadgen_log import DETAIL_LOG, parse_detail, scheduled_ns
+from fp8flow.client import Completion, CompletionClient
+from fp8flow.loadgen_output import outcome, write_outputs, write_queries
+from fp8flow.loadgen_settings import (
+    LIMITS_MS,
+    OFFICIAL_ROWS,
+    SEEDS,
+    LoadJob,
+    make_settings,
+    read_bodies,
+    user_conf_text,
+)
 from fp8flow.log import get_logger
 from fp8flow.records import atomic_write_text
 
-# MLPerf Inference v6.1, llama3.1-8b in datacenter: data set size, seeds and latency limits.
-OFFICIAL_ROWS = 13_368
-SEEDS = {
-    "qsl_rng_seed": 2_085_463_073_848_966_840,
-    "sample_index_rng_seed": 2_747_215_439_041_700_203,
-    "schedule_rng_seed": 16_159_082_839_903_944_936,
-}
-LIMITS_MS = {"Server": (2000.0, 100.0), "Interactive": (500.0, 30.0)}
-LOADGEN_MODELS = {
-    "Offline": "llama3_1-8b",
-    "Server": "llama3_1-8b",
-    "Interactive": "llama3_1-8b-interactive",
-}
-MODES = ("performance", "accuracy")
+__all__ = [
+    "LIMITS_MS",
+    "OFFICIAL_ROWS",
+    "SEEDS",
+    "LoadGenRun",
+    "LoadJob",
+    "Query",
+    "run_job",
+    "token_array",
+]
 
 # What LoadGen gets for a failed query, so that the run can end; such a run never counts.
 _FILLER = array.array("i", [0, 0])
 # The issue thread of LoadGen waits for the interpreter lock at most this long.
 _SWITCH_INTERVAL_S = 0.0005
 _ABORT_GRACE_S = 5.0
+# Every request ends within its timeout; without any end for so much longer, something is lost.
+_STALL_MARGIN_S = 30.0
+_STALL_CHECK_S = 1.0
 # So many refused connections in a row mean that the server is gone, at any rate of queries.
 _REFUSED_LIMIT = 8
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class LoadJob:
-    """Everything that one run needs; the keys of job.json.
-
-    Attributes:
-        dataset: samples.parquet of the evaluation set.
-        base_url: ``http://host:port`` of the server.
-        model: served model name.
-        scenario: Offline, Server or Interactive (LoadGen's Server with tighter limits).
-        mode: performance or accuracy.
-        official: settings from LoadGen's built-in mlperf.conf; needs all 13,368 rows.
-        why: why the settings are not the official ones; goes into the result.
-        target_qps: Poisson rate, or expected rate of Offline.
-        min_duration_ms: shortest performance run.
-        min_queries: smallest number of queries; None: the official number, or one data set.
-        ttft_limit_ms: p99 TTFT limit; None: the benchmark's. Not with ``official``.
-        tpot_limit_ms: p99 TPOT limit; None: the benchmark's. Not with ``official``.
-        max_output_tokens: cap on the answer's length.
-        min_output_tokens: shorter answers are counted in the outcome.
-        max_connections: most requests in flight at the server.
-        request_timeout_s: a request that takes longer fails.
-        request_fields: fields of the request body that the backend needs beyond the common ones.
-        output_dir: attempt folder; gets the logs, queries.parquet, outcome.json.
-        tokenizer: tokenizer.json, for servers that stream text without token ids.
-        audit_config: audit.config of a compliance test.
-        stop_after_consecutive_failures: the run is given up after so many failures in a row.
-        progress_interval_s: time between two lines of progress.
-    """
-
-    dataset: Path
-    base_url: str
-    model: str
-    scenario: str
-    mode: str
-    target_qps: float
-    output_dir: Path
-    max_output_tokens: int
-    min_duration_ms: int = 600_000
-    min_output_tokens: int = 1
-    min_queries: int | None = None
-    ttft_limit_ms: float | None = None
-    tpot_limit_ms: float | None = None
-    official: bool = False
-    why: str = ""
-    max_connections: int = 512
-    request_timeout_s: float = 600.0
-    request_fields: dict[str, Any] = field(default_factory=dict)
-    tokenizer: Path | None = None
-    audit_config: Path | None = None
-    stop_after_consecutive_failures: int = 50
-    progress_interval_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("scenario", self.scenario, tuple(LOADGEN_MODELS)),
-            ("mode", self.mode, MODES),
-        ):
-            if value not in allowed:
-                raise FlowError(f"job: {name} is {value!r}; allowed: {', '.join(allowed)}")
-        if self.official and not (self.ttft_limit_ms is None and self.tpot_limit_ms is None):
-            raise FlowError("job: ttft_limit_ms and tpot_limit_ms cannot go with official settings")
-        if self.audit_config is not None and not self.audit_config.is_file():
-            raise FlowError(f"job: audit_config {self.audit_config} does not exist")
-
-    @property
-    def loadgen_scenario(self) -> str:
-        """LoadGen's name of the scenario; Interactive is a Server run with other limits."""
-        return "Offline" if self.scenario == "Offline" else "Server"
-
-    @property
-    def limits_ms(self) -> tuple[float, float] | None:
-        """The p99 limits (TTFT, TPOT) in force; None for Offline, which has none."""
-        if self.scenario not in LIMITS_MS:
-            return None
-        ttft, tpot = LIMITS_MS[self.scenario]
-        return (self.ttft_limit_ms or ttft, self.tpot_limit_ms or tpot)
-
-    @classmethod
-    def read(cls, path: Path) -> LoadJob:
-        """Read job.json.
-
-        Raises:
-            FlowError: if it is not JSON, a key is unknown or missing, or a value is not allowed.
-        """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FlowError(f"cannot read the job {path}: {error}") from error
-        known = {entry.name for entry in fields(cls)}
-        if unknown := sorted(data.keys() - known):
-            raise FlowError(f"{path}: unknown keys {unknown}; allowed: {sorted(known)}")
-        for name in ("dataset", "output_dir", "tokenizer", "audit_config"):
-            if data.get(name) is not None:
-                data[name] = Path(data[name])
-        try:
-            return cls(**data)
-        except TypeError as error:
-            raise FlowError(f"{path}: {error}") from error
-
-
-def user_conf_text(job: LoadJob, rows: int) -> str:
-    """Return user.conf with what LoadGen lets a submitter set; also a record of explicit runs."""
-    scenario = job.loadgen_scenario
-    values: dict[str, float | int] = {
-        "target_qps": job.target_qps,
-        "min_duration": job.min_duration_ms,
-    }
-    if job.min_queries is not None or not job.official:
-        values["min_query_count"] = job.min_queries or rows
-    if not job.official:
-        values["performance_sample_count_override"] = rows
-        if job.limits_ms is not None:
-            values["ttft_latency"], values["tpot_latency"] = job.limits_ms
-    return "".join(f"*.{scenario}.{key} = {value:.15g}\n" for key, value in values.items())
-
-
-def make_settings(job: LoadJob, rows: int, user_conf: Path) -> Any:
-    """Return LoadGen's TestSettings for ``job`` and a data set of ``rows`` samples.
-
-    Call it once per process: LoadGen leaves seeds at zero on a second FromConfig.
+def token_array(ids: Sequence[int]) -> array.array[int]:
+    """Return token ids as LoadGen takes them, int32.
 
     Raises:
-        FlowError: if official settings are asked for another number of rows, or LoadGen cannot
-            read user.conf.
+        ValueError: if one is no integer, negative, or too large.
     """
-    import mlperf_loadgen as lg
-
-    settings = lg.TestSettings()
-    if job.official:
-        if rows != OFFICIAL_ROWS:
-            raise FlowError(
-                f"official settings need {OFFICIAL_ROWS} rows; {job.dataset} has {rows}"
-            )
-        failed = settings.FromConfig(
-            str(user_conf), LOADGEN_MODELS[job.scenario], job.loadgen_scenario, 1
-        )
-        if failed:
-            raise FlowError(f"LoadGen cannot read {user_conf}")
-    else:
-        _set_explicitly(settings, job, rows)
-    settings.scenario = getattr(lg.TestScenario, job.loadgen_scenario)
-    mode = "AccuracyOnly" if job.mode == "accuracy" else "PerformanceOnly"
-    settings.mode = getattr(lg.TestMode, mode)
-    return settings
-
-
-def _set_explicitly(settings: Any, job: LoadJob, rows: int) -> None:
-    """Set what mlperf.conf would, for a data set of another size (LoadGen, mlperf.conf v6.1)."""
-    for name, seed in SEEDS.items():
-        setattr(settings, name, seed)
-    settings.use_token_latencies = True
-    settings.sample_concatenate_permutation = True
-    settings.performance_sample_count_override = rows
-    settings.min_duration_ms = job.min_duration_ms
-    settings.min_query_count = job.min_queries or rows
-    settings.server_target_qps = job.target_qps
-    settings.offline_expected_qps = job.target_qps
-    settings.server_target_latency_ns = 0
-    if job.limits_ms is not None:
-        settings.ttft_latency, settings.tpot_latency = (round(v * 1e6) for v in job.limits_ms)
-
-
-def read_bodies(job: LoadJob) -> tuple[list[bytes], list[int]]:
-    """Return request bodies and input lengths (tokens) of all rows, in index order.
-
-    Raises:
-        FlowError: if the file cannot be read, is empty, or its index is not 0, 1, 2, ...
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    bodies: list[bytes] = []
-    lengths: list[int] = []
     try:
-        with pq.ParquetFile(job.dataset) as file:
-            for batch in file.iter_batches(batch_size=256, columns=["index", "token_ids"]):
-                first = len(bodies)
-                if batch["index"].to_pylist() != list(range(first, first + len(batch))):
-                    raise FlowError(f"{job.dataset}: the index column is not 0, 1, 2, ...")
-                for ids in batch["token_ids"].to_pylist():
-                    bodies.append(
-                        request_body(job.model, ids, job.max_output_tokens, job.request_fields)
-                    )
-                    lengths.append(len(ids))
-    except (OSError, pa.ArrowException) as error:
-        raise FlowError(f"cannot read the data set {job.dataset}: {error}") from error
-    if not bodies:
-        raise FlowError(f"the data set {job.dataset} has no rows")
-    return bodies, lengths
+        data = array.array("i", ids)
+    except (OverflowError, TypeError):
+        data = None
+    # JSON's true and false would pass as 1 and 0.
+    if data is None or bool in set(map(type, ids)) or min(data, default=0) < 0:
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < 1 << 31]
+        raise ValueError(f"{len(wrong)} token ids are no int32 >= 0, the first: {wrong[0]!r:.100}")
+    return data
 
 
 class Query:
@@ -359,7 +189,7 @@ class LoadGenRun:
     def _task_ended(self, task: asyncio.Task[Completion]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._error = self._error or error
+            logger.error("the client failed", exc_info=error)
             self.abort(f"the client failed: {error!r}")
         self._fill()
 
@@ -369,23 +199,32 @@ class LoadGenRun:
         self._report_done(query, completion)
 
     def _ids(self, completion: Completion) -> array.array[int]:
-        """Return the output ids, re-tokenized when the server streams none."""
-        if completion.token_ids is None:
-            if self._encode is None:
-                completion.error = "malformed"
-                completion.detail = (
-                    "the server streams no token_ids; ask for them in the request fields, or give "
-                    "the tokenizer"
-                )
-                return _FILLER
-            completion.token_ids = self._encode(completion.text)
-        return array.array("i", completion.token_ids)
+        """Return the output ids, re-tokenized when the server streams none.
+
+        Without ids that LoadGen can take, the completion becomes a ``malformed`` failure and the
+        filler is returned.
+        """
+        try:
+            if completion.token_ids is None:
+                if self._encode is None:
+                    raise ValueError(
+                        "the server streams no token_ids; ask for them in the request fields, or "
+                        "give the tokenizer"
+                    )
+                completion.token_ids = self._encode(completion.text)
+            return token_array(completion.token_ids)
+        except ValueError as error:
+            completion.error, completion.detail = "malformed", str(error)
+            return _FILLER
 
     def _report_first(self, query: Query, completion: Completion) -> None:
         ids = completion.token_ids
         if ids is None and self._encode is not None:
             ids = self._encode(completion.text)
-        data = array.array("i", ids or (0,))
+        try:
+            data = token_array(ids or (0,))
+        except ValueError:
+            data = _FILLER[:1]  # the whole answer will be refused for these ids
         address, length = data.buffer_info()
         response = self._lg.QuerySampleResponse(query.query_id, address, length * data.itemsize)
         self._lg.FirstTokenComplete([response])
@@ -451,11 +290,27 @@ class LoadGenRun:
                 *(len(self.queries), failed, len(self._waiting), rate),
             )
 
+    async def _watch_for_stall(self) -> None:
+        """Give the run up if queries stay open that nothing will end."""
+        assert self._loop is not None
+        allowed_s = self._job.request_timeout_s + _STALL_MARGIN_S
+        before, since_s = 0, self._loop.time()
+        while self.abort_reason is None:
+            await asyncio.sleep(_STALL_CHECK_S)
+            done = self.completed + sum(self.failures.values())
+            still_open = len(self.queries) - done
+            if not still_open or done != before:
+                before, since_s = done, self._loop.time()
+            if still_open and not self._tasks and not self._waiting:
+                self.abort(f"{still_open} queries are open, but no request for them is")
+            elif self._loop.time() - since_s > allowed_s:
+                self.abort(f"none of {still_open} open queries ended in {allowed_s:g} s")
+
     async def execute(self, settings: Any) -> None:
         """Run the test.
 
         Raises:
-            Exception: whatever LoadGen or the client raised that is no failure of a request.
+            Exception: whatever LoadGen raised.
         """
         job = self._job
         self._loop = asyncio.get_running_loop()
@@ -469,9 +324,13 @@ class LoadGenRun:
             sys.setswitchinterval(_SWITCH_INTERVAL_S)
             cpu_s, self.start_ns = time.process_time(), time.perf_counter_ns()
             thread.start()
-            progress = self._loop.create_task(self._show_progress())
+            watchers = [
+                self._loop.create_task(watcher)
+                for watcher in (self._show_progress(), self._watch_for_stall())
+            ]
             await self._ended.wait()
-            progress.cancel()
+            for watcher in watchers:
+                watcher.cancel()
             self.cpu_s = time.process_time() - cpu_s
             self.wall_s = (time.perf_counter_ns() - self.start_ns) / 1e9
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -498,175 +357,6 @@ def _log_settings(lg: Any, folder: Path) -> Any:
     settings.log_output = output
     settings.enable_trace = False
     return settings
-
-
-def _schedule(run: LoadGenRun, job: LoadJob) -> tuple[list[int | None], str]:
-    """Return when each query was scheduled, ns since the start of the test, and how it is known.
-
-    LoadGen measures from that time. The start of its clock is taken from the query that was
-    issued with the least delay, which can be late by the time of one call between threads.
-    """
-    if job.scenario == "Offline":
-        return [query.issued_ns - run.start_ns for query in run.queries], "time of issue"
-    unknown: list[int | None] = [None] * len(run.queries)
-    try:
-        schedule, how = scheduled_ns(parse_detail(job.output_dir / DETAIL_LOG), len(run.queries))
-    except FlowError as error:
-        return unknown, str(error)
-    if schedule is None or len(schedule) != len(run.queries):
-        return unknown, how
-    issued = [query.issued_ns - run.start_ns for query in run.queries]
-    origin = min((i - s for i, s in zip(issued, schedule, strict=True)), default=0)
-    return [origin + time_ns for time_ns in schedule], how
-
-
-def _query_row(
-    query: Query, scheduled: int | None, start_ns: int, lengths: Sequence[int]
-) -> dict[str, Any]:
-    completion = query.completion or Completion(error="aborted", detail="the run ended before")
-    status = "failed" if completion.error else "ok" if completion.text else "empty"
-
-    def relative(value: int | None) -> int | None:
-        return value - start_ns if value else None
-
-    return {
-        "id": query.query_id,
-        "index": query.index,
-        "scheduled_ns": scheduled,
-        "issued_ns": relative(query.issued_ns),
-        "sent_ns": relative(completion.sent_ns),
-        "first_token_ns": relative(completion.first_token_ns),
-        "done_ns": relative(completion.done_ns),
-        "input_tokens": lengths[query.index],
-        "output_tokens": None if completion.error else len(completion.token_ids or ()),
-        "usage_tokens": completion.completion_tokens,
-        "status": status,
-        "finish_reason": completion.finish_reason,
-        "error": completion.error,
-        "detail": completion.detail,
-    }
-
-
-def write_queries(run: LoadGenRun, job: LoadJob, lengths: Sequence[int]) -> str:
-    """Write queries.parquet: one row per query in order of issue, ns since the start of the test.
-
-    Returns:
-        how ``scheduled_ns``, the time that LoadGen measures from, is known, or why it is null.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    times = ("scheduled_ns", "issued_ns", "sent_ns", "first_token_ns", "done_ns")
-    counts = ("input_tokens", "output_tokens", "usage_tokens")
-    texts = ("status", "finish_reason", "error", "detail")
-    schema = pa.schema(
-        [("id", pa.uint64()), ("index", pa.int64())]
-        + [(name, pa.int64()) for name in times]
-        + [(name, pa.int32()) for name in counts]
-        + [(name, pa.string()) for name in texts]
-    )
-    schedule, how = _schedule(run, job)
-    rows = [
-        _query_row(query, scheduled, run.start_ns, lengths)
-        for query, scheduled in zip(run.queries, schedule, strict=True)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema), job.output_dir / "queries.parquet")
-    return how
-
-
-def write_outputs(run: LoadGenRun, job: LoadJob) -> None:
-    """Write outputs.parquet: index, token ids and text of every answer, in order of issue."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = pa.schema(
-        [("index", pa.int64()), ("token_ids", pa.list_(pa.int32())), ("text", pa.string())]
-    )
-    rows = [
-        {
-            "index": query.index,
-            "token_ids": query.completion.token_ids or [],
-            "text": query.completion.text,
-        }
-        for query in run.queries
-        if query.completion is not None and query.completion.error is None
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema), job.output_dir / "outputs.parquet")
-
-
-def _reason(run: LoadGenRun, failed: int) -> str | None:
-    if run.abort_reason is not None:
-        return f"{run.abort_reason}; {run.first_failure}" if run.first_failure else run.abort_reason
-    if failed:
-        return f"{failed} of {len(run.queries)} queries failed; first: {run.first_failure}"
-    if not run.loadgen_finished:
-        return "LoadGen did not finish"
-    return None
-
-
-def _versions() -> dict[str, str]:
-    import platform
-    from importlib import metadata
-
-    names = ("mlcommons-loadgen", "aiohttp", "pyarrow")
-    return {name: metadata.version(name) for name in names} | {"python": platform.python_version()}
-
-
-def outcome(run: LoadGenRun, job: LoadJob, user_conf: str) -> dict[str, Any]:
-    """Return outcome.json: what happened, without any statistics."""
-    answers = [q.completion for q in run.queries if q.completion and q.completion.error is None]
-    failures = dict(run.failures)
-    if lost := len(run.queries) - run.completed - sum(failures.values()):
-        failures["aborted"] = failures.get("aborted", 0) + lost
-    failed = sum(failures.values())
-    reason = _reason(run, failed)
-    lengths = [(len(c.token_ids or ()), c.completion_tokens) for c in answers]
-    return {
-        "state": "complete" if reason is None else "failed",
-        "reason": reason,
-        "scenario": job.scenario,
-        "mode": job.mode,
-        "counts": {
-            "issued": len(run.queries),
-            "completed": run.completed,
-            "failed": failed,
-            "empty": sum(1 for c in answers if not c.text),
-            "failures_by_kind": failures,
-            "first_failure": run.first_failure,
-        },
-        "usage_mismatches": sum(1 for n, usage in lengths if usage is not None and usage != n),
-        "without_usage": sum(1 for _, usage in lengths if usage is None),
-        "shorter_than_minimum": sum(1 for n, _ in lengths if n < job.min_output_tokens),
-        "loadgen_finished": run.loadgen_finished,
-        "client": {
-            "cpu_s": round(run.cpu_s, 3),
-            "wall_s": round(run.wall_s, 3),
-            "cpu_share_of_one_core": round(run.cpu_s / run.wall_s, 4) if run.wall_s else None,
-            "max_connections": job.max_connections,
-            "most_in_flight": run.most_in_flight,
-            "most_waiting": run.most_waiting,
-        },
-        "settings": _settings_of(job, user_conf),
-        "versions": _versions(),
-    }
-
-
-def _settings_of(job: LoadJob, user_conf: str) -> dict[str, Any]:
-    return {
-        "source": "official" if job.official else "explicit",
-        "why": "" if job.official else job.why or f"not asked for; needs {OFFICIAL_ROWS} rows",
-        "requested": {
-            "target_qps": job.target_qps,
-            "min_duration_ms": job.min_duration_ms,
-            "min_queries": job.min_queries,
-            "limits_ms": list(job.limits_ms) if job.limits_ms else None,
-        },
-        "user_conf": user_conf,
-        "max_output_tokens": job.max_output_tokens,
-        "min_output_tokens": job.min_output_tokens,
-        "request_fields": job.request_fields,
-        "audit": job.audit_config is not None,
-    }
 
 
 def _encoder(path: Path | None) -> Callable[[str], list[int]] | None:

@@ -33,6 +33,9 @@ DEFINITION = (
     "output tokens (or completed samples) divided by the time from the first scheduled query to "
     "the last completion; failed queries count nothing"
 )
+# What LoadGen calls the score of a run (LoadGen's log; MLPerf v6.1 rules rank by it).
+_SCORE_KEYS = {"Offline": "result_tokens_per_second"}
+_SERVER_SCORE_KEY = "result_completed_tokens_per_second"
 _LOADGEN_KEYS = {
     "ttft": ("first_token_{}_latency_ns", "first_token_{:.2f}_percentile_latency_ns"),
     "tpot": ("time_to_output_token_{}", "time_per_output_token_{:.2f}_percentile_ns"),
@@ -42,7 +45,10 @@ _LOADGEN_KEYS = {
 
 @dataclass
 class Series:
-    """Latencies of the completed queries of one run, ns."""
+    """Latencies of the completed queries of one run, ns.
+
+    ``measured_from`` is ``scheduled`` or ``issued``, when the schedule is not known.
+    """
 
     ttft: list[int] = field(default_factory=list)
     tpot: list[int] = field(default_factory=list)
@@ -56,19 +62,28 @@ def percentile(ordered: Sequence[int], percent: float) -> int:
 
 
 def summarise(values: Sequence[int], measured_from: str) -> dict[str, Any] | None:
-    """Return mean, extremes, percentiles and the early-stopping estimate; None without values."""
+    """Return mean, extremes, percentiles and the early-stopping estimate; None without values.
+
+    ``sources`` and ``origins`` say of each statistic who computed it, ``queries`` (the client) or
+    ``loadgen``, and from which time, ``scheduled`` or ``issued``; ``source`` and ``from`` are those
+    of p99.
+    """
     if not values:
         return None
     ordered = sorted(values)
-    return {
+    statistics = {
         "mean": sum(ordered) / len(ordered),
         "min": ordered[0],
         "max": ordered[-1],
         **{f"p{p:g}": percentile(ordered, p) for p in PERCENTILES},
         "early_stopping_p99": percentile_estimate(ordered),
         "count": len(ordered),
+    }
+    return statistics | {
         "from": measured_from,
         "source": "queries",
+        "sources": dict.fromkeys(statistics, "queries"),
+        "origins": dict.fromkeys(statistics, measured_from),
     }
 
 
@@ -109,9 +124,26 @@ def _latency_block(
         theirs = _from_loadgen(log, name) if log else {}
         if own is not None and theirs:
             _compare_latency(name, own, theirs, disagreements)
-            own |= theirs | {"from": "scheduled", "source": "loadgen"}
+            own = _with_loadgens(own, theirs)
         block[name] = own
     return block
+
+
+def _with_loadgens(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the client's statistics with those that LoadGen has in their place.
+
+    LoadGen has no early-stopping estimate and no count, and measures from the scheduled time.
+    """
+    sources = own["sources"] | dict.fromkeys(theirs, "loadgen")
+    origins = own["origins"] | dict.fromkeys(theirs, "scheduled")
+    return {
+        **own,
+        **theirs,
+        "from": origins["p99"],
+        "source": sources["p99"],
+        "sources": sources,
+        "origins": origins,
+    }
 
 
 def _compare_latency(
@@ -147,6 +179,14 @@ def throughput(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], float
         "definition": DEFINITION,
     }
     return block, duration_s
+
+
+def _score(log: DetailLog | None, scenario: str) -> dict[str, Any]:
+    """Return the score that LoadGen logged, null if it has none, and the key of its log."""
+    key = _SCORE_KEYS.get(scenario, _SERVER_SCORE_KEY)
+    value = log.values.get(key) if log else None
+    number = value if isinstance(value, int | float) else None
+    return {"loadgen_tokens_per_s": number, "loadgen_field": key}
 
 
 def _compare_throughput(
@@ -283,6 +323,8 @@ def _settings_block(log: DetailLog | None, outcome: Mapping[str, Any]) -> dict[s
     asked = own.pop("requested", {})
     effective = log.part("effective_") if log else {}
     requested = log.part("requested_") if log else {}
+    if outcome["mode"] == "accuracy" and "min_duration_ms" in requested:
+        requested["min_duration_ms"] = None  # LoadGen logs its default, which it does not use
     return {**own, "effective": effective, "requested": requested, "asked_for": asked}
 
 
@@ -291,6 +333,14 @@ def _limits_ns(outcome: Mapping[str, Any]) -> dict[str, int] | None:
     if not limits:
         return None
     return {"ttft": round(limits[0] * 1e6), "tpot": round(limits[1] * 1e6)}
+
+
+def _min_duration_s(outcome: Mapping[str, Any]) -> float | None:
+    """Return the shortest run asked for; None for accuracy, where durations mean nothing."""
+    requested_ms = outcome["settings"]["requested"]["min_duration_ms"]
+    if requested_ms is None or outcome["mode"] == "accuracy":
+        return None
+    return float(requested_ms) / 1e3
 
 
 def _read_outcome(attempt_dir: Path) -> dict[str, Any]:
@@ -333,7 +383,9 @@ def build_run_result(
 
     ``state`` is failed, with the reason, if a query failed, the run was cut short, or the numbers
     of queries do not add up. Numbers that LoadGen and the client see differently are listed under
-    ``disagreements``.
+    ``disagreements``. ``measured_from`` is what the client's statistics start at, among them the
+    early-stopping estimates, and ``measured_from_reason`` how that time is known or why the
+    scheduled one is not.
 
     Args:
         attempt_dir: ``attempts/<n>`` with the worker's files.
@@ -358,6 +410,7 @@ def build_run_result(
             _compare_throughput(rows, log, scenario, disagreements)
     compared = None if problems else log
     block, duration_s = throughput(rows)
+    series = latencies(rows)
     tokens = _tokens(rows) | _recounted(attempt_dir, tokenizer)
     for name in ("usage_mismatches", "without_usage", "shorter_than_minimum"):
         tokens[name] = outcome[name]
@@ -370,9 +423,11 @@ def build_run_result(
         "attempt": int(attempt_dir.name) if attempt_dir.name.isdigit() else None,
         "counts": outcome["counts"],
         "duration_s": duration_s,
-        "min_duration_s": outcome["settings"]["requested"]["min_duration_ms"] / 1e3,
-        "throughput": block,
-        "latency_ns": _latency_block(latencies(rows), compared, disagreements),
+        "min_duration_s": _min_duration_s(outcome),
+        "throughput": block | _score(compared, scenario),
+        "measured_from": series.measured_from if rows else None,
+        "measured_from_reason": outcome["scheduled"],
+        "latency_ns": _latency_block(series, compared, disagreements),
         "tokens": tokens,
         "settings": _settings_block(log, outcome),
         "loadgen": _loadgen_block(log, outcome),
