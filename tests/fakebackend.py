@@ -12,14 +12,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 
 import fakeserver
-from fp8flow.load_job import add_load_arguments, resources_of, run_load_job
+from fp8flow.load_job import Task, add_load_arguments, run_load_job
 from fp8flow.probe import run_probe
 from fp8flow.records import build_product
 from fp8flow.spec import Spec
@@ -29,15 +29,27 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class FakeBackend:
-    """Serves with the fake server; ``options`` are its options."""
+    """Serves with the fake server; ``options`` are its options.
+
+    Args:
+        says_reuse: what its settings say of prefix_reuse, whatever the server does.
+        readings: what its settings say in addition, the first time they are read, the second
+            time, and so on; the last one holds from then on.
+    """
 
     name = "fake"
     uses_gpu = False
     settings_path = "/fp8flow/settings"
     streams_token_ids = True
 
-    def __init__(self, says_reuse: object = None, **options: Any) -> None:
+    def __init__(
+        self,
+        says_reuse: object = None,
+        readings: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> None:
         self.says_reuse = says_reuse
+        self.readings = list(readings)
         self.options = options
 
     def serve_command(
@@ -60,6 +72,8 @@ class FakeBackend:
 
     def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(answer)
+        if self.readings:
+            found |= self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
         if self.says_reuse is not None:
             found["prefix_reuse"] = self.says_reuse
         return found
@@ -157,12 +171,11 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--fake", type=json.loads, default={})
 
     def run(args: argparse.Namespace, spec: Spec) -> None:
-        common = {"checkpoint": args.checkpoint, "dataset": args.dataset, "output": args.output}
-        common |= {"resources": resources_of(args), "backend": FakeBackend(**args.fake)}
+        task = Task.of(args, spec, FakeBackend(**args.fake))
         if mode == "probe":
-            run_probe(spec, **common)
+            run_probe(task)
         else:
-            run_load_job(spec, mode, **common)
+            run_load_job(task, mode)
 
     return script_main(__doc__, add_arguments, run, argv)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from test_embedded_quantizer import export, quantize, tiny_llama, tiny_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from fp8flow.backends import get_backend
 from fp8flow.client import request_body, run_requests
@@ -125,6 +126,15 @@ def test_settings_are_read_from_the_live_engine(server):
     assert get_backend("transformers").parse_settings(found)["prefix_reuse"] is False
 
 
+def test_traffic_changes_nothing_but_the_counters(server):
+    """A load job compares the settings from before and after a run."""
+    parse = get_backend("transformers").parse_settings
+    before = parse(server.settings())
+    assert server.post(**GREEDY, prompt=[5, 6], max_tokens=2)[0] == 200
+    after = parse(server.settings())
+    assert [key for key in after if after[key] != before[key]] == ["counters"]
+
+
 def test_models_and_served_name(server):
     assert [m["id"] for m in server.get("/v1/models")[1]["data"]] == ["tiny"]
 
@@ -184,14 +194,79 @@ def test_a_batch_gives_each_request_the_answer_it_gets_alone(server, checkpoint)
     assert server.settings()["counters"]["prefix_hit_tokens"] == 0
 
 
-def test_repeated_prompts_are_not_reused(server):
+def test_repeated_prompts_are_computed_again(server):
     prompt = list(range(2, 130))
     before = server.settings()["counters"]
     for _ in range(3):
         assert server.post(**GREEDY, prompt=prompt, max_tokens=2)[0] == 200
-    after = server.settings()
-    assert after["counters"]["completed"] - before["completed"] == 3
-    assert after["counters"]["prefix_hit_tokens"] == 0
+    after = server.settings()["counters"]
+    grown = {key: after[key] - before[key] for key in after}
+    assert grown["completed"] == 3
+    assert grown["prompt_tokens"] == grown["computed_prompt_tokens"] == 3 * 128
+    assert after["prefix_hit_tokens"] == 0
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_reuse_is_noticed_where_it_happens(checkpoint, share):
+    """The control: the same engine, once with prefix sharing on."""
+    from fastapi.testclient import TestClient
+
+    options = EngineOptions(checkpoint, "tiny", 4, 64, 1024, 1, "float32", share_prefixes=share)
+    engine = Engine(options)
+    body = {**GREEDY, "prompt": list(range(2, 130)), "max_tokens": 3, "ignore_eos": True}
+    engine.start()
+    with TestClient(build_app(engine)) as client:
+        first, second = (client.post("/v1/completions", json=body).json() for _ in range(2))
+        answer = client.get("/fp8flow/settings").json()
+    assert first["choices"] == second["choices"]
+    hits = 96 if share else 0  # whole pages of 32 tokens, but not the page of the last token
+    assert answer["counters"]["prefix_hit_tokens"] == hits
+    assert answer["counters"]["computed_prompt_tokens"] == 2 * 128 - hits
+    assert answer["prefix_reuse"] is answer["allow_block_sharing"] is share
+    assert get_backend("transformers").parse_settings(answer)["prefix_reuse"] is share
+
+
+def test_reuse_is_noticed_whoever_does_it(engine):
+    """A scheduler that skips tokens on its own, although sharing is off."""
+    schedule = engine.scheduler._infer_request_tokens
+
+    def skipping(state, removed):
+        if state.status == RequestStatus.PENDING:
+            state.remaining_prefill_tokens = state.remaining_prefill_tokens[5:]
+            state.position_offset += 5
+        return schedule(state, removed)
+
+    engine.scheduler._infer_request_tokens = skipping
+    asyncio.run(generate(engine, list(range(2, 42)), 3))
+    counters = engine.settings()["counters"]
+    assert (counters["prefix_hit_tokens"], counters["computed_prompt_tokens"]) == (5, 35)
+
+
+def test_requests_that_were_evicted_count_no_hits(checkpoint):
+    """A cache too small for all: some are evicted and computed again."""
+    engine = Engine(EngineOptions(checkpoint, "tiny", 4, 64, 256, 1, "float32"))
+    engine.start()
+
+    async def ask():
+        prompts = [[start + i for i in range(60)] for start in (2, 70, 130, 190)]
+        return await asyncio.gather(*(generate(engine, p, 40, f"r{p[0]}") for p in prompts))
+
+    answers = asyncio.run(ask())
+    engine.stop()
+    counters = engine.settings()["counters"]
+    assert [len(answer) for answer in answers] == [40] * 4
+    assert counters["prefix_hit_tokens"] == 0
+    assert counters["computed_prompt_tokens"] > counters["prompt_tokens"] == 240
+
+
+async def generate(engine, prompt, max_tokens, name="r", min_tokens=0, ignore_eos=True):
+    queue = asyncio.Queue()
+    engine.submit(name, prompt, max_tokens, min_tokens, ignore_eos, queue.put_nowait)
+    while True:
+        output = await asyncio.wait_for(queue.get(), 60)
+        assert output.error is None
+        if output.is_finished():
+            return output.generated_tokens
 
 
 @pytest.mark.parametrize(
@@ -240,10 +315,15 @@ def test_a_client_that_leaves_cancels_its_request(server):
     assert server.post(**GREEDY, prompt=[7], max_tokens=1)[0] == 200
 
 
-def test_chat_route_of_transformers_serve_is_there(server):
-    status, _ = server.call("/v1/chat/completions", b"[]")
-    assert status == 422
-    assert server.call("/reset", b"")[0] == 404
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/reset"])
+def test_nothing_but_completions_can_load_the_server(server, path):
+    assert server.call(path, b"{}")[0] == 404
+
+
+def test_the_application_is_that_of_transformers_serve(server):
+    request = urllib.request.Request(server.base_url + "/health", headers={"x-request-id": "me"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.headers["x-request-id"] == "me"
 
 
 def test_sigterm_stops_an_open_request_and_the_process(checkpoint, tmp_path):
@@ -307,13 +387,8 @@ def test_end_of_sequence_ends_an_answer_but_not_before_min_tokens(engine):
         head.bias[EOS], head.bias[7] = 2.0, 1.0
     engine.model.lm_head = head
 
-    async def ask(min_tokens, ignore_eos=False):
-        queue = asyncio.Queue()
-        engine.submit("r", [5, 6], 6, min_tokens, ignore_eos, queue.put_nowait)
-        while True:
-            output = await asyncio.wait_for(queue.get(), 30)
-            if output.is_finished():
-                return output.generated_tokens
+    def ask(min_tokens, ignore_eos=False):
+        return generate(engine, [5, 6], 6, "r", min_tokens, ignore_eos)
 
     assert asyncio.run(ask(0)) == [EOS]
     assert asyncio.run(ask(3)) == [7, 7, 7, EOS]

@@ -19,6 +19,7 @@ from fp8flow import guard
 from fp8flow.errors import FlowError
 from fp8flow.load_job import (
     Resources,
+    Task,
     job_settings,
     read_settings,
     read_workload,
@@ -30,7 +31,7 @@ from fp8flow.load_job import (
 )
 from fp8flow.loadgen import LoadJob
 from fp8flow.ports import port_is_free
-from fp8flow.probe import run_probe
+from fp8flow.probe import reuse_proof, run_probe
 from fp8flow.records import verify_record
 
 RESOURCES = Resources(threads=1, ready_timeout_s=20.0, stop_grace_s=2.0)
@@ -55,27 +56,16 @@ def is_alive(pid):
 def measure(folder, mode="performance", backend=None, **changes):
     """Run a load job in this process; return its record."""
     checkpoint, dataset = make_inputs(folder)
-    return run_load_job(
-        make_spec(mode, **changes),
-        mode,
-        checkpoint=checkpoint,
-        dataset=dataset,
-        output=folder / "run" / "run.json",
-        resources=RESOURCES,
-        backend=backend or FakeBackend(),
-    )
+    output = folder / "run" / "run.json"
+    backend = backend or FakeBackend()
+    spec = make_spec(mode, **changes)
+    return run_load_job(Task(spec, checkpoint, dataset, output, backend, RESOURCES), mode)
 
 
 def probe(folder, backend):
     checkpoint, dataset = make_inputs(folder)
-    return run_probe(
-        make_spec("probe"),
-        checkpoint=checkpoint,
-        dataset=dataset,
-        output=folder / "server" / "probe.json",
-        resources=RESOURCES,
-        backend=backend,
-    )
+    output = folder / "server" / "probe.json"
+    return run_probe(Task(make_spec("probe"), checkpoint, dataset, output, backend, RESOURCES))
 
 
 def failure(folder, attempt=1):
@@ -93,6 +83,7 @@ def test_a_complete_run(tmp_path):
     assert "32 rows" in result["settings"]["why"]
     assert result["server"]["prefix_reuse"] is False
     assert result["server"]["settings"]["backend"] == "fake"
+    assert result["server"]["settings_after"] == result["server"]["settings"]
     assert result["server"]["warmup_requests"] == 3
     assert result["server"]["memory"]["peak_rss_bytes"] > 5e6
     names = {Path(name).name for name in record.data["files"]}
@@ -154,6 +145,69 @@ def test_nothing_is_measured_on_a_server_that_does_not_work(tmp_path, fake, expe
     assert not (tmp_path / "run" / "run.json").exists()
     assert not (tmp_path / "run" / "attempts" / "1" / "outcome.json").exists()
     assert failure(tmp_path)["reason"] == str(raised.value)
+
+
+HITS = [{"counters": {"prefix_hit_tokens": n}} for n in (0, 7)]
+
+
+@pytest.mark.parametrize(
+    ("readings", "expected"),
+    [
+        (HITS, "prefix_hit_tokens: 7"),
+        ([{}, {"prefix_reuse": True}], "says that it reuses prefixes"),
+        ([{"threads": 2}, {"threads": 1}], "(threads was 2 and is 1), so what was measured"),
+        ([{}, {"extra": 1}], "(extra was null and is 1)"),
+    ],
+)
+def test_a_server_that_reused_or_changed_in_the_run_gives_no_record(tmp_path, readings, expected):
+    with pytest.raises(FlowError, match=re.escape(expected)) as raised:
+        measure(tmp_path, backend=FakeBackend(readings=readings))
+    assert "what was measured does not count" in str(raised.value)
+    assert (tmp_path / "run" / "attempts" / "1" / "outcome.json").exists()
+    assert not (tmp_path / "run" / "run.json").exists()
+    assert failure(tmp_path)["reason"] == str(raised.value)
+
+
+def test_counters_may_change_and_both_readings_are_kept(tmp_path):
+    counters = [{"prefix_hit_tokens": 0, "received": n} for n in (0, 36)]
+    backend = FakeBackend(readings=[{"counters": found} for found in counters])
+    server = measure(tmp_path, backend=backend).result["server"]
+    found = [server[key]["counters"] for key in ("settings", "settings_after")]
+    assert found == counters
+
+
+def strings(value, where=""):
+    """Yield (where, text) of every text in a record."""
+    if isinstance(value, str):
+        yield where, value
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in () if isinstance(value, str) else pairs:
+        if isinstance(inner, (str, dict, list)):
+            yield from strings(inner, f"{where}/{key}")
+
+
+def test_facts_name_no_place_on_the_machine_but_in_the_command_line(tmp_path):
+    result = measure(tmp_path).result
+    found = {
+        where
+        for section in ("server", "workload")
+        for where, text in strings(result[section], section)
+        if text.startswith("/") or str(tmp_path) in text
+    }
+    assert all(where.startswith("server/argv/") for where in found)
+    assert result["server"]["argv"][0] == Path(result["server"]["argv"][0]).name
+
+
+def test_the_server_does_not_see_the_launcher_of_a_cluster(tmp_path, monkeypatch):
+    for name in ("SLURM_JOB_ID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "KEPT"):
+        monkeypatch.setenv(name, "1")
+    checkpoint, dataset = make_inputs(tmp_path)
+    workload = read_workload(checkpoint, dataset, "fake")
+    with serve(FakeBackend(), workload, {}, RESOURCES, tmp_path / "log", 30.0) as serving:
+        raw = Path(f"/proc/{serving.server.process.pid}/environ").read_text()
+    seen = dict(line.split("=", 1) for line in raw.split("\0") if line)
+    assert not [key for key in seen if key.startswith(("SLURM", "PMI", "OMPI"))]
+    assert (seen["KEPT"], seen["OMP_NUM_THREADS"]) == ("1", "1")
 
 
 def test_a_server_that_does_not_tell_about_reuse_is_refused(tmp_path):
@@ -253,15 +307,10 @@ def test_the_server_is_killed(tmp_path):
 def test_an_input_that_was_changed_is_refused_before_anything_starts(tmp_path):
     checkpoint, dataset = make_inputs(tmp_path)
     (checkpoint.parent / "config.json").write_text('{"a": 1}')
+    output = tmp_path / "run" / "run.json"
     with pytest.raises(FlowError, match=r"config\.json has 8 bytes, not 2"):
         run_load_job(
-            make_spec(),
-            "performance",
-            checkpoint=checkpoint,
-            dataset=dataset,
-            output=tmp_path / "run" / "run.json",
-            resources=RESOURCES,
-            backend=FakeBackend(),
+            Task(make_spec(), checkpoint, dataset, output, FakeBackend(), RESOURCES), "performance"
         )
     assert not (tmp_path / "run").exists()
 
@@ -360,7 +409,12 @@ def test_probe(tmp_path):
     probe(tmp_path, FakeBackend(ttft_ms=5))
     result = verify_record(tmp_path / "server" / "probe.json").result
     assert result["parity"] == {"prompts": 20, "mismatches": 0, "without_token_ids": 0}
-    assert result["reuse"]["prefix_reuse"] is False
+    # Nothing is counted, and the fake server is as fast with a short prompt as with a long one.
+    assert result["prefix_reuse_proof"] == "not shown"
+    assert result["reuse"]["prefix_reuse"] is None
+    assert result["server"]["settings_after"]["prefix_reuse"] is False
+    assert max(result["reuse"]["short_prompt_tokens"]) == 4
+    assert len(result["reuse"]["ttft_short_ns"]) == 3
     assert len(result["reuse"]["ttft_first_ns"]) == 3
     assert result["reuse"]["cached_tokens"] is None and result["reuse"]["cached_tokens_reason"]
     assert result["deterministic"] is True
@@ -382,12 +436,33 @@ def test_probe_finds_reuse_whatever_the_settings_say(tmp_path):
 
 
 def test_probe_believes_the_counter_of_the_engine(tmp_path):
-    class Counting(FakeBackend):
-        def parse_settings(self, answer):
-            return super().parse_settings(answer) | {"counters": {"prefix_hit_tokens": 16}}
+    with pytest.raises(FlowError, match=r"says that it reuses.*prefix_hit_tokens: 7"):
+        probe(tmp_path, FakeBackend(readings=HITS))
 
-    with pytest.raises(FlowError, match="cached tokens by its own count: 16"):
-        probe(tmp_path, Counting())
+
+def test_probe_without_a_hit_counted(tmp_path):
+    result = probe(tmp_path, FakeBackend(readings=HITS[:1])).result
+    assert result["prefix_reuse_proof"] == result["reuse"]["prefix_reuse_proof"] == "off, counted"
+    assert (result["reuse"]["prefix_reuse"], result["reuse"]["cached_tokens"]) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("cached", "repeated", "short", "proof"),
+    [
+        (0, [100, 101, 99], [90, 90, 90], "off, counted"),
+        (0, [20, 20, 20], [5, 5, 5], "reused"),
+        (3, [100, 101, 99], [5, 5, 5], "reused"),
+        (None, [20, 21, 22], [5, 5, 5], "reused"),
+        (None, [100, 101, 99], [5, 5, 5], "off, by time"),
+        (None, [100, 101, 99], [90, 90, 90], "not shown"),
+        (None, [70, 70, 70], [5, 5, 5], "not shown"),
+        (None, [40, 40, 120], [5, 5, 5], "not shown"),
+    ],
+)
+def test_what_shows_that_prefixes_are_not_reused(cached, repeated, short, proof):
+    """Times in ms; the first times of the long prompts were about 100."""
+    found = reuse_proof(cached, [100, 95, 104], repeated, short)
+    assert found == proof
 
 
 def test_probe_believes_the_cached_tokens_in_usage(tmp_path):

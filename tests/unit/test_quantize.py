@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny_llama import (
     write_samples,
 )
 
+from fp8flow.accelerator import accelerator_keys, accelerator_lock
 from fp8flow.errors import FlowError
 from fp8flow.quantize import (
     Recipe,
@@ -353,14 +355,18 @@ def test_static_method_without_samples_is_refused(tmp_path, model):
 # --- the command
 
 
-def run_script(tmp_path, model_path, calibration, **changes):
+def command_of(tmp_path, model_path, calibration, **changes):
     quantization = {"method": "fp8_static", "kv_cache": "fp8", "kv_scales": "cast",
                     "exclude": ["lm_head"], **changes}  # fmt: skip
     settings = {"quantization": quantization, "calibration": {"batch_size": 2}}
     spec = json.dumps({"rule": "quantize", "settings": settings})
     output = tmp_path / "checkpoint" / "manifest.json"
     command = [sys.executable, str(SCRIPT), "--spec", spec, "--model", str(model_path)]
-    command += ["--calibration", str(calibration), "--output", str(output)]
+    return [*command, "--calibration", str(calibration), "--output", str(output)], output
+
+
+def run_script(tmp_path, model_path, calibration, **changes):
+    command, output = command_of(tmp_path, model_path, calibration, **changes)
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done, output
 
@@ -395,3 +401,20 @@ def test_command_refuses_a_changed_model(tmp_path):
     assert done.returncode == 1
     assert "config.json" in done.stderr
     assert not output.exists()
+
+
+def test_command_waits_for_whoever_measures(tmp_path, monkeypatch):
+    """A second workflow on the host must not calibrate on the cores that a run is measured on."""
+    import torch
+
+    monkeypatch.setenv("FP8FLOW_LOCK_DIR", str(tmp_path / "locks"))
+    model = model_record(build_model(tmp_path / "model"))
+    command, output = command_of(tmp_path, model.path, "", method="none", kv_cache="auto")
+    with accelerator_lock(accelerator_keys(torch.cuda.is_available())):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        said = next((line for line in process.stderr if "waiting for the acc" in line), None)
+        assert said is not None and f"process {os.getpid()} in" in said
+        assert process.poll() is None and not output.exists()
+    _, rest = process.communicate(timeout=300)
+    assert process.returncode == 0, rest
+    verify_record(output)

@@ -15,7 +15,6 @@ from fp8flow.errors import FlowError
 from fp8flow.ports import choose_port, port_is_free
 from fp8flow.server import (
     GuardedProcess,
-    clean_environment,
     describe_exit,
     get,
     log_tail,
@@ -223,25 +222,20 @@ def test_a_foreign_server_on_the_port_is_not_taken_for_ours(serve):
 
 
 def test_the_environment_of_the_server(serve, tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setenv("PMIX_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    """It is the one given, and not the job's, with a folder for temporary files of its own."""
+    monkeypatch.setenv("ONLY_OF_THE_JOB", "1")
     monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:3128")
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:3128")
-    with serve(program(tmp_path, "serve()"), env={"OMP_NUM_THREADS": "2"}) as server:
+    given = {"OMP_NUM_THREADS": "2", "PATH": os.environ["PATH"]}
+    with serve(program(tmp_path, "serve()"), env=given) as server:
         seen = server.get_json("/environment")
         scratch = Path(seen["TMPDIR"])
         assert scratch.is_dir() and len(str(scratch)) < 60
         (scratch / "left").write_text("behind")
-    assert not [key for key in seen if key.startswith(("SLURM", "PMI", "OMPI"))]
+    assert "ONLY_OF_THE_JOB" not in seen
     assert seen["OMP_NUM_THREADS"] == "2"
     assert seen["PATH"] == os.environ["PATH"]
     assert not scratch.exists()
-
-
-def test_clean_environment_keeps_the_rest():
-    assert clean_environment({"SLURM_X": "1", "HOME": "/h"}, {"A": "b"}) == {"HOME": "/h", "A": "b"}
 
 
 JOB = """

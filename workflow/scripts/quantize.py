@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from fp8flow.accelerator import accelerator_keys, accelerator_lock
 from fp8flow.cli import script_main
 from fp8flow.errors import FlowError
 from fp8flow.quantize import Recipe, make_checkpoint
@@ -34,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _accelerator() -> AbstractContextManager[object]:
+    """Wait until nobody measures on what the calibration occupies, and keep it."""
+    import torch
+
+    return accelerator_lock(accelerator_keys(uses_gpu=torch.cuda.is_available()))
+
+
 def run(args: argparse.Namespace, spec: Spec) -> None:
     """Make the checkpoint product."""
     settings = spec.settings["quantization"]
@@ -51,7 +60,7 @@ def run(args: argparse.Namespace, spec: Spec) -> None:
         inputs["calibration"] = verify_record(args.calibration)
         samples = inputs["calibration"].root / "samples.parquet"
     model = inputs["model"]
-    with build_product(args.output, spec, inputs=inputs) as product:
+    with _accelerator(), build_product(args.output, spec, inputs=inputs) as product:
         product.result |= make_checkpoint(
             model.root,
             product.folder,

@@ -15,15 +15,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fp8flow.accelerator import accelerator_keys, accelerator_lock
-from fp8flow.backends import Backend
-from fp8flow.cli import Stopped
+from fp8flow.backends import Backend, get_backend
+from fp8flow.cli import Stopped, script_main
 from fp8flow.client import Completion, request_body, run_requests
 from fp8flow.errors import FlowError
 from fp8flow.loadgen import OFFICIAL_ROWS
@@ -52,6 +52,8 @@ _WORKER_GRACE_S = 8.0
 _POLL_S = 0.2
 # How long a dead server's guard may take to say so after the client has seen it.
 _DEATH_NOTICE_S = 1.0
+# Launchers of a cluster job would make MPI inside the server believe that it is a rank of it.
+_FOREIGN_PREFIXES = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "FLUX_")
 
 logger = get_logger(__name__)
 
@@ -100,9 +102,30 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def resources_of(args: argparse.Namespace) -> Resources:
-    """Return the resources given on a command line."""
-    return Resources(args.threads, args.ready_timeout_s, args.stop_grace_s)
+@dataclass(frozen=True)
+class Task:
+    """One command with a server: what it works on, how, and where its record goes.
+
+    Attributes:
+        spec: what determines the product.
+        checkpoint: manifest.json of the checkpoint.
+        dataset: manifest.json of the evaluation set.
+        output: the record to write; attempts go to ``attempts/<n>`` beside it.
+        backend: the engine.
+    """
+
+    spec: Spec
+    checkpoint: Path
+    dataset: Path
+    output: Path
+    backend: Backend
+    resources: Resources = field(default_factory=Resources)
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, spec: Spec, backend: Backend) -> Task:
+        """Return the task given on a command line (see :func:`add_load_arguments`)."""
+        resources = Resources(args.threads, args.ready_timeout_s, args.stop_grace_s)
+        return cls(spec, args.checkpoint, args.dataset, args.output, backend, resources)
 
 
 @dataclass
@@ -174,6 +197,10 @@ class Serving:
         )
 
 
+MakeResult = Callable[[], dict[str, Any]]
+Use = Callable[[Serving, Path], MakeResult]
+
+
 def read_workload(checkpoint: Path, dataset: Path, model_name: str) -> Workload:
     """Verify and read what a job works on.
 
@@ -222,22 +249,61 @@ def warm_up_prompts(prompts: Prompts, count: int) -> Prompts:
     return made
 
 
-def read_settings(server: RunningServer, backend: Backend) -> dict[str, Any]:
+def server_environment(backend: Backend, threads: int) -> dict[str, str]:
+    """Return a server's environment: the job's, without what a cluster's launcher has set, and
+    what the backend wants."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN_PREFIXES)}
+    return kept | backend.serve_environment(threads)
+
+
+def read_settings(
+    server: RunningServer, backend: Backend, consequence: str = "nothing was measured"
+) -> dict[str, Any]:
     """Return the effective settings of the server.
 
+    Args:
+        server: a server that is ready.
+        backend: the engine.
+        consequence: what it means if the server reuses prefixes, for the message.
+
     Raises:
-        FlowError: if they cannot be read, or the server reuses prefixes of earlier prompts.
+        FlowError: if they cannot be read, or the server reuses prefixes of earlier prompts or has
+            counted that it did.
     """
     settings = backend.parse_settings(server.get_json(backend.settings_path))
     reuse = settings.get("prefix_reuse")
-    if reuse is not False:
-        shown = "says that it reuses" if reuse else "does not say whether it reuses"
+    hits = (settings.get("counters") or {}).get("prefix_hit_tokens")
+    if reuse is not False or hits:
+        shown = "says that it reuses" if reuse or hits else "does not say whether it reuses"
         raise FlowError(
             f"the {backend.name} server {shown} prefixes of earlier prompts (prefix_reuse: "
-            f"{json.dumps(reuse)} at {server.base_url}{backend.settings_path}); MLPerf Inference "
-            "forbids caching across queries, so nothing was measured. Switch it off in the engine"
+            f"{json.dumps(reuse)}, prefix_hit_tokens: {json.dumps(hits)} at {server.base_url}"
+            f"{backend.settings_path}); MLPerf Inference forbids caching across queries, so "
+            f"{consequence}. Switch it off in the engine"
         )
     return settings
+
+
+def read_settings_again(serving: Serving) -> dict[str, Any]:
+    """Return the settings of a server after its load; all but the counters must be as before.
+
+    Raises:
+        FlowError: if the server reused a prefix meanwhile, or a setting has changed.
+    """
+    void = "what was measured does not count"
+    before = serving.facts["settings"]
+    after = read_settings(serving.server, serving.backend, void)
+    changed = [
+        f"{key} was {json.dumps(before.get(key))} and is {json.dumps(after.get(key))}"
+        for key in sorted({*before, *after} - {"counters"})
+        if before.get(key) != after.get(key)
+    ]
+    if changed:
+        raise FlowError(
+            f"the {serving.backend.name} server changed its settings while it was in use "
+            f"({'; '.join(changed)}), so {void}. Find out what else talks to it, and run again"
+        )
+    return after
 
 
 def _first_token(serving: Serving, timeout_s: float) -> None:
@@ -297,7 +363,7 @@ def serve(
         log_path=log_path,
         ready_timeout_s=resources.ready_timeout_s,
         stop_grace_s=resources.stop_grace_s,
-        env=backend.serve_environment(resources.threads),
+        env=server_environment(backend, resources.threads),
         uses_gpu=backend.uses_gpu,
         keep_open=locks,
     ) as server:
@@ -508,72 +574,84 @@ def _workload_facts(spec: Spec, workload: Workload) -> dict[str, Any]:
     return {**digests, "workload_sha256": sha256_text(whole)}
 
 
-def _measure(
-    spec: Spec,
-    mode: str,
-    backend: Backend,
-    workload: Workload,
-    resources: Resources,
-    attempt: Path,
-    locks: tuple[int, ...],
-) -> dict[str, Any]:
-    """Run server and load generator; return what is known about the server."""
-    harness = spec.settings["harness"]
-    with serve(
-        backend,
-        workload,
-        spec.settings["engine"]["serve"],
-        resources,
-        attempt / "server.log",
-        harness["request_timeout_s"],
-        locks,
-    ) as serving:
-        warm_up(serving, harness)
-        job = job_settings(spec, mode, serving, attempt)
-        run_load_generator(job, serving.server, attempt)
-        serving.facts["memory"] = serving.server.memory()
-    return serving.facts
-
-
-def run_load_job(
-    spec: Spec,
-    mode: str,
-    *,
-    checkpoint: Path,
-    dataset: Path,
-    output: Path,
-    resources: Resources,
-    backend: Backend,
-) -> Record:
-    """Measure once and write the record of the run.
+def serve_and_record(task: Task, use: Use, *, connections: int, timeout_s: float) -> Record:
+    """Serve, use the server, stop it, and write the record of what came out.
 
     Args:
-        spec: what determines the run.
-        mode: performance or accuracy.
-        checkpoint: manifest.json of the checkpoint.
-        dataset: manifest.json of the evaluation set.
-        output: run.json; the attempt goes to ``attempts/<n>`` beside it.
-        resources: how to run it.
-        backend: the engine.
+        task: what to serve and where the record goes; the attempt goes to ``attempts/<n>`` there.
+        use: gets the server and the attempt's folder; returns the function that makes the result
+            once the server is gone.
+        connections: most connections that are open at a time.
+        timeout_s: limit for the first answer.
 
     Raises:
-        FlowError: if server or load generator did not last until the end; there is no run.json
+        FlowError: if the server does not work, or does not stay as it was; there is no record
             then, and failure.json in the attempt says why.
     """
     started = time.time()
-    check_client_limits(spec.settings["harness"]["max_connections"])
-    workload = read_workload(checkpoint, dataset, spec.settings["model"]["name"])
-    with new_kept_attempt(output.parent, backend) as (attempt, locks):
-        server_facts = _measure(spec, mode, backend, workload, resources, attempt, locks)
-        result = build_run_result(
+    check_client_limits(connections)
+    workload = read_workload(task.checkpoint, task.dataset, task.spec.settings["model"]["name"])
+    settings = task.spec.settings["engine"]["serve"]
+    with new_kept_attempt(task.output.parent, task.backend) as (attempt, locks):
+        log_path = attempt / "server.log"
+        server = serve(task.backend, workload, settings, task.resources, log_path, timeout_s, locks)
+        with server as serving:
+            result_of = use(serving, attempt)
+            serving.facts["memory"] = serving.server.memory()
+            serving.facts["settings_after"] = read_settings_again(serving)
+        result = result_of()
+    names = [p.relative_to(task.output.parent).as_posix() for p in sorted(attempt.iterdir())]
+    return write_record(
+        task.output, task.spec, result, inputs=workload.inputs, files=names, started=started
+    )
+
+
+def run_load_job(task: Task, mode: str) -> Record:
+    """Measure once and write the record of the run.
+
+    Args:
+        task: its output is run.json.
+        mode: performance or accuracy.
+
+    Raises:
+        FlowError: if server or load generator did not last until the end, or the server did not
+            keep its settings; there is no run.json then.
+    """
+    harness = task.spec.settings["harness"]
+
+    def measure(serving: Serving, attempt: Path) -> MakeResult:
+        warm_up(serving, harness)
+        job = job_settings(task.spec, mode, serving, attempt)
+        run_load_generator(job, serving.server, attempt)
+        return lambda: build_run_result(
             attempt,
-            tokenizer=workload.checkpoint.root,
-            server=server_facts,
-            workload=_workload_facts(spec, workload),
+            tokenizer=serving.workload.checkpoint.root,
+            server=serving.facts,
+            workload=_workload_facts(task.spec, serving.workload),
         )
-    _tell(result)
-    names = [path.relative_to(output.parent).as_posix() for path in sorted(attempt.iterdir())]
-    return write_record(output, spec, result, inputs=workload.inputs, files=names, started=started)
+
+    record = serve_and_record(
+        task,
+        measure,
+        connections=harness["max_connections"],
+        timeout_s=harness["request_timeout_s"],
+    )
+    _tell(record.result)
+    return record
+
+
+def run_command(description: str | None, work: Callable[[Task], object]) -> int:
+    """Run a command with a server: parse its arguments, do ``work``; return the exit status."""
+
+    def run(args: argparse.Namespace, spec: Spec) -> None:
+        work(Task.of(args, spec, get_backend(spec.settings["engine"]["backend"])))
+
+    return script_main(description, add_load_arguments, run)
+
+
+def main(mode: str, description: str | None) -> int:
+    """Be the command run_performance or run_accuracy; return the exit status."""
+    return run_command(description, lambda task: run_load_job(task, mode))
 
 
 def _tell(result: Mapping[str, Any]) -> None:

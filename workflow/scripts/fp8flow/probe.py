@@ -1,37 +1,42 @@
-"""The probe of a server: real tokens, settings read back, token counts, no reuse of prefixes."""
+"""The probe of a server: real tokens, settings read back, token counts, signs of prefix reuse."""
 
 from __future__ import annotations
 
 import http.client
 import json
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fp8flow.backends import Backend
 from fp8flow.client import Completion, EventParser, request_body
 from fp8flow.errors import FlowError
 from fp8flow.load_job import (
+    MakeResult,
     Prompts,
-    Resources,
     Serving,
-    new_kept_attempt,
+    Task,
     read_settings,
-    read_workload,
-    serve,
+    run_command,
+    serve_and_record,
     warm_up_prompts,
 )
 from fp8flow.log import get_logger
-from fp8flow.ports import check_client_limits
-from fp8flow.records import Record, write_record
-from fp8flow.spec import Spec
+from fp8flow.records import Record
 
 PARITY_PROMPTS = 20
 REUSE_PROMPTS = 3
 # A repeated prompt that is answered in less than half the time was not computed again.
 REUSE_RATIO = 0.5
+# A repeated prompt that takes at least this share of the time was computed again, if ...
+SAME_RATIO = 0.8
+# ... its computation is at least this share of the time; reuse would save most of it.
+DOMINANT_SHARE = 0.6
+COUNTED = "off, counted"
+BY_TIME = "off, by time"
+NOT_SHOWN = "not shown"
+REUSED = "reused"
+_SHORT_TOKENS = 4
 _MAX_TOKENS = 8
 _CONNECTIONS = 4
 _TIMEOUT_S = 600.0
@@ -78,39 +83,65 @@ def _ttft_ns(answer: Completion) -> int:
     return (answer.first_token_ns or answer.done_ns) - answer.sent_ns
 
 
-def probe_reuse(serving: Serving) -> dict[str, Any]:
-    """Send prompts twice, one request at a time, and compare the times to the first token.
+def reuse_proof(
+    cached: int | None, fresh: Sequence[int], repeated: Sequence[int], short: Sequence[int]
+) -> str:
+    """Tell what is known about the reuse of prefixes.
 
-    Also tells whether the answers to equal prompts were equal (greedy decoding).
+    Args:
+        cached: prompt tokens from a cache by the engine's own count; None if it counts none.
+        fresh: times to the first token of long prompts, ns.
+        repeated: of the same prompts sent again, ns.
+        short: of prompts of a few tokens, ns; what is not the prompt's computation.
+
+    Returns:
+        :data:`COUNTED`, :data:`BY_TIME`, :data:`NOT_SHOWN` or :data:`REUSED`.
+    """
+    typical = statistics.median(fresh)
+    ratio = statistics.median(repeated) / typical
+    if cached or (ratio < REUSE_RATIO and max(repeated) < min(fresh)):
+        return REUSED
+    if cached is not None:
+        return COUNTED
+    dominant = statistics.median(short) <= typical * (1 - DOMINANT_SHARE)
+    return BY_TIME if dominant and ratio >= SAME_RATIO else NOT_SHOWN
+
+
+def probe_reuse(serving: Serving) -> dict[str, Any]:
+    """Send long prompts twice, one request at a time, and look for signs that they were reused.
+
+    The signs are the engine's own count and the times to the first token. Without a count, times
+    show something only if the computation of the prompt is most of them, which is told from the
+    time of prompts of a few tokens. Also tells whether the answers to equal prompts were equal
+    (greedy decoding).
 
     Raises:
         FlowError: if every repetition was faster than every first time and the median ratio is
             below 0.5, or if the server counts cached tokens.
     """
-    prompts = _long_new_prompts(serving.workload.prompts)
-    first: list[Completion] = []
-    again: list[Completion] = []
-    for prompt in prompts:
-        for answers in (first, again):
-            answers += serving.ask(
-                [prompt], max_tokens=_MAX_TOKENS, connections=1, timeout_s=_TIMEOUT_S
-            )
-    serving.require_answers([*first, *again], "the proof that prefixes are not reused")
-    fresh, repeated = list(map(_ttft_ns, first)), list(map(_ttft_ns, again))
-    ratio = statistics.median(repeated) / statistics.median(fresh)
+    prompts, stubs = _reuse_prompts(serving.workload.prompts)
+    short, first, again = zip(*_ask_twice(serving, prompts, stubs), strict=True)
+    short_ns, fresh_ns, repeated_ns = (
+        list(map(_ttft_ns, answers)) for answers in (short, first, again)
+    )
     cached = cached_tokens(serving, prompts[0])
-    if cached or (ratio < REUSE_RATIO and max(repeated) < min(fresh)):
+    ratio = statistics.median(repeated_ns) / statistics.median(fresh_ns)
+    proof = reuse_proof(cached, fresh_ns, repeated_ns, short_ns)
+    if proof == REUSED:
         raise FlowError(
             f"the server reuses prefixes although its settings say otherwise: a repeated prompt "
             f"takes {ratio:.2f} of the time to the first token, cached tokens by its own count: "
             f"{cached}. MLPerf Inference forbids caching across queries; switch it off"
         )
     return {
-        "prefix_reuse": False,
+        "prefix_reuse": None if proof == NOT_SHOWN else False,
+        "prefix_reuse_proof": proof,
         "prompts": len(prompts),
         "prompt_tokens": [len(prompt) for prompt in prompts],
-        "ttft_first_ns": fresh,
-        "ttft_repeated_ns": repeated,
+        "short_prompt_tokens": [len(prompt) for prompt in stubs],
+        "ttft_first_ns": fresh_ns,
+        "ttft_repeated_ns": repeated_ns,
+        "ttft_short_ns": short_ns,
         "ttft_ratio": round(ratio, 4),
         "cached_tokens": cached,
         "cached_tokens_reason": None if cached is not None else "the server counts none",
@@ -118,10 +149,26 @@ def probe_reuse(serving: Serving) -> dict[str, Any]:
     }
 
 
-def _long_new_prompts(prompts: Prompts) -> Prompts:
-    """Return prompts that the server has not seen, as long as the longest of the set."""
+def _reuse_prompts(prompts: Prompts) -> tuple[Prompts, Prompts]:
+    """Return prompts that the server has not seen: long as the set's longest, and of few tokens."""
     longest = sorted(prompts, key=len)[-REUSE_PROMPTS:]
-    return warm_up_prompts(longest, REUSE_PROMPTS)
+    made = warm_up_prompts(longest, 2 * REUSE_PROMPTS)
+    stubs = [prompt[:_SHORT_TOKENS] for prompt in made[REUSE_PROMPTS:]]
+    return made[:REUSE_PROMPTS], stubs
+
+
+def _ask_twice(
+    serving: Serving, prompts: Prompts, stubs: Prompts
+) -> Iterator[tuple[Completion, ...]]:
+    """Yield the answers to a short prompt, to a long one, and to that again; one at a time."""
+    for prompt, stub in zip(prompts, stubs, strict=True):
+        answers: list[Completion] = []
+        for sent in (stub, prompt, prompt):
+            answers += serving.ask(
+                [sent], max_tokens=_MAX_TOKENS, connections=1, timeout_s=_TIMEOUT_S
+            )
+        serving.require_answers(answers, "the search for reused prefixes", allow_empty=True)
+        yield tuple(answers)
 
 
 def _same_answer(one: Completion, other: Completion) -> bool:
@@ -163,57 +210,45 @@ def _events(serving: Serving, body: bytes) -> list[dict[str, Any]]:
         connection.close()
 
 
-def _probe(serving: Serving) -> dict[str, Any]:
-    parity = probe_parity(serving)
-    reuse = probe_reuse(serving)
-    if not reuse["deterministic"]:
-        logger.warning("equal prompts got different answers: decoding is not deterministic")
-    return {
-        "server": serving.facts | {"memory": serving.server.memory()},
-        "parity": parity,
-        "reuse": reuse,
-        "deterministic": reuse["deterministic"],
-    }
-
-
-def run_probe(
-    spec: Spec,
-    *,
-    checkpoint: Path,
-    dataset: Path,
-    output: Path,
-    resources: Resources,
-    backend: Backend,
-) -> Record:
-    """Probe the server of one variant and write probe.json.
-
-    Args:
-        spec: what determines the probe.
-        checkpoint: manifest.json of the checkpoint.
-        dataset: manifest.json of the evaluation set.
-        output: probe.json; the server's log goes to ``attempts/<n>`` beside it.
-        resources: how to run it.
-        backend: the engine.
+def run_probe(task: Task) -> Record:
+    """Probe the server of one variant and write the task's output, probe.json.
 
     Raises:
         FlowError: if the server does not work, counts tokens otherwise, or reuses prefixes.
     """
-    started = time.time()
-    check_client_limits(_CONNECTIONS)
-    workload = read_workload(checkpoint, dataset, spec.settings["model"]["name"])
-    settings = spec.settings["engine"]["serve"]
-    with new_kept_attempt(output.parent, backend) as (attempt, locks):
-        log_path = attempt / "server.log"
-        with serve(backend, workload, settings, resources, log_path, _TIMEOUT_S, locks) as serving:
-            result = _probe(serving)
+
+    def probe(serving: Serving, _attempt: Path) -> MakeResult:
+        parity, reuse = probe_parity(serving), probe_reuse(serving)
+        return lambda: {
+            "server": serving.facts,
+            "parity": parity,
+            "reuse": reuse,
+            "prefix_reuse_proof": reuse["prefix_reuse_proof"],
+            "deterministic": reuse["deterministic"],
+        }
+
+    record = serve_and_record(task, probe, connections=_CONNECTIONS, timeout_s=_TIMEOUT_S)
+    _tell(record.result)
+    return record
+
+
+def _tell(result: Mapping[str, Any]) -> None:
+    reuse = result["reuse"]
     logger.info(
-        "probe: ready after %.1f s, token counts agree for %d prompts, a repeated prompt takes "
-        "%.2f of the time to the first token",
-        *(
-            result["server"]["startup_s"],
-            result["parity"]["prompts"],
-            result["reuse"]["ttft_ratio"],
-        ),
+        "probe: ready after %.1f s, token counts agree for %d prompts, prefix reuse: %s (a "
+        "repeated prompt takes %.2f of the time to the first token)",
+        *(result["server"]["startup_s"], result["parity"]["prompts"]),
+        *(reuse["prefix_reuse_proof"], reuse["ttft_ratio"]),
     )
-    files = [log_path.relative_to(output.parent).as_posix()]
-    return write_record(output, spec, result, inputs=workload.inputs, files=files, started=started)
+    if not reuse["deterministic"]:
+        logger.warning("equal prompts got different answers: decoding is not deterministic")
+    if reuse["prefix_reuse"] is not False:
+        logger.warning(
+            "the server says that it reuses no prefixes, but that could not be shown: it counts "
+            "no cached tokens, and the times to the first token do not tell"
+        )
+
+
+def main(description: str | None) -> int:
+    """Be the command probe_server; return the exit status."""
+    return run_command(description, run_probe)

@@ -35,18 +35,8 @@ _POLL_S = 0.2
 _REMIND_S = 10.0
 _RELEASE_LIMIT_S = 30.0
 _GPU_SLACK_BYTES = 256 << 20
-# Launchers of a cluster job would make MPI inside the server believe that it is a rank of it.
-_FOREIGN_PREFIXES = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYDRA_", "FLUX_")
 
 logger = get_logger(__name__)
-
-
-def clean_environment(
-    environment: Mapping[str, str], extra: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return a server's environment: the job's, without what a cluster's launcher has set."""
-    kept = {k: v for k, v in environment.items() if not k.startswith(_FOREIGN_PREFIXES)}
-    return kept | dict(extra or {})
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
@@ -400,7 +390,7 @@ def running_server(
         log_path: for its standard output and error.
         ready_timeout_s: longest time until ``GET /health`` answers 200.
         stop_grace_s: time between TERM and KILL.
-        env: variables that it gets beyond the job's.
+        env: its environment, but for TMPDIR; this process's when left out.
         uses_gpu: check that GPU memory is free again afterwards.
         keep_open: descriptors of locks that last until the server is gone.
 
@@ -412,7 +402,7 @@ def running_server(
     gpus = visible_gpus() if uses_gpu else {}
     # Not below the results: paths of Unix sockets are limited to about 100 bytes.
     scratch = Path(tempfile.mkdtemp(prefix="fp8flow-"))
-    environment = clean_environment(os.environ, {"TMPDIR": str(scratch), **(env or {})})
+    environment = {**(os.environ if env is None else env), "TMPDIR": str(scratch)}
     logger.info("starting the server on port %d; its log: %s", port, log_path)
     process = GuardedProcess(
         argv,

@@ -50,7 +50,11 @@ class Backend(Protocol):
         """Return the fields of a greedy request beyond the common ones."""
 
     def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the effective settings under common names, ``prefix_reuse`` among them.
+        """Return the effective settings under common names.
+
+        ``prefix_reuse`` is among them. ``counters`` is the one part that may change while the
+        server runs; its ``prefix_hit_tokens``, if the engine has it, counts tokens of prompts that
+        were taken from the cache of another request.
 
         Raises:
             FlowError: if the answer lacks what is needed to tell.

@@ -29,21 +29,29 @@ from fp8flow.embedded.fp8 import native_bfloat16
 from fp8flow.errors import FlowError
 
 PAGE_TOKENS = 32
+_REACHED = "fp8flow_reached"
+# Tokens of prompts are counted at three places: when received, when computed in a forward pass,
+# and when a forward pass starts behind them although no earlier one computed them.
 COUNTERS = (
     "received",
     "completed",
     "failed",
     "cancelled",
     "prompt_tokens",
-    "output_tokens",
+    "computed_prompt_tokens",
     "prefix_hit_tokens",
+    "output_tokens",
 )
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to serve a checkpoint; sizes in tokens, ``threads`` 0 for all cores."""
+    """How to serve a checkpoint; sizes in tokens, ``threads`` 0 for all cores.
+
+    ``share_prefixes`` lets requests reuse what others left in the cache, which no measurement may;
+    the launcher cannot set it, and the tests that reuse is noticed do.
+    """
 
     model: Path
     served_model_name: str
@@ -52,6 +60,7 @@ class EngineOptions:
     kv_cache_tokens: int = 16384
     threads: int = 0
     dtype: str = "auto"
+    share_prefixes: bool = False
 
 
 class EngineDeadError(RuntimeError):
@@ -100,6 +109,32 @@ class PagedManager(ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Keep the attention that the model was loaded with."""
+
+
+class PrefillMeter:
+    """Counts, at every forward pass of the model, prompt tokens computed and prompt tokens skipped.
+
+    A hook of the model itself, so whatever put keys and values into the cache without computing
+    them is noticed: the first pass of a request then starts at a position behind what its earlier
+    passes have reached. It does not see values that are wrong or were replaced in the cache. A
+    request that was evicted is computed, and counted as computed, again.
+    """
+
+    def __init__(self, inputs: Any, count: Callable[..., None]) -> None:
+        self._inputs, self._count = inputs, count
+
+    def __call__(self, _model: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        """Look at a packed batch: position_ids [1, tokens], cu_seq_lens_q [requests + 1]."""
+        starts, positions = kwargs["cu_seq_lens_q"].tolist(), kwargs["position_ids"][0]
+        computed = skipped = 0
+        for i, future in enumerate(self._inputs.requests_in_batch):
+            state, first = future.state, int(positions[starts[i]])
+            end = first + starts[i + 1] - starts[i]
+            reached = getattr(state, _REACHED, 0)
+            skipped += max(0, first - reached)
+            computed += max(0, min(end, len(state.initial_tokens)) - first)
+            setattr(state, _REACHED, max(reached, end))
+        self._count(computed_prompt_tokens=computed, prefix_hit_tokens=skipped)
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -154,7 +189,9 @@ class Engine:
             raise EngineDeadError("transformers made no batch processor")
         self.cache, self.scheduler = processor.cache, processor.scheduler
         attention.CacheAccess(self.cache, attention.kv_scales_by_layer(self.model))
-        self._count_prefix_hits()
+        # Not before the warm-up of the manager, whose passes belong to no request.
+        meter = PrefillMeter(processor.inputs_and_outputs, self.count)
+        self.model.register_forward_pre_hook(meter, with_kwargs=True)
 
     def _manager(self) -> PagedManager:
         options = self.options
@@ -167,7 +204,7 @@ class Engine:
             max_batch_tokens=options.max_batch_tokens,
             max_requests_per_batch=options.max_batch_size,
             max_blocks_per_request=0,
-            allow_block_sharing=False,
+            allow_block_sharing=options.share_prefixes,
             use_async_batching=False,
             use_cuda_graph=False,
             auto_switch_to_flash=False,
@@ -180,17 +217,6 @@ class Engine:
         processors._retrieve_processors_kwargs()
         manager.warmup()  # allocates the cache; there is nothing to compile on a CPU
         return manager
-
-    def _count_prefix_hits(self) -> None:
-        """Count tokens taken from the cache of another request; 0 proves that reuse is off."""
-        search = self.cache.search_prefix_match
-
-        def counted(request_id: str, prompt_ids: list[int]) -> int:
-            tokens: int = search(request_id, prompt_ids)
-            self.count(prefix_hit_tokens=tokens)
-            return tokens
-
-        self.cache.search_prefix_match = counted
 
     def count(self, **increments: int) -> None:
         """Add to the counters; called from both threads."""

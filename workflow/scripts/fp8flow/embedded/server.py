@@ -1,9 +1,9 @@
-"""The HTTP server: the application of ``transformers serve`` with our engine and completions.
+"""The HTTP server: the application of ``transformers serve`` with our engine and routes.
 
 transformers 5.24's /v1/completions takes text only, returns no token ids and is started through a
-command line that cannot switch prefix sharing off. Its application, its middleware and its chat
-route are used; /v1/completions, /v1/models and /health are ours, and the routes that load or
-unload models are taken out: this server has one model for its whole life.
+command line that cannot switch prefix sharing off. Its application is used, with request ids and
+the life of the engine tied to its own. Its routes are not: nothing but the measurement may use the
+server, so there are /v1/completions, /v1/models, /health and /fp8flow/settings, all ours.
 """
 
 from __future__ import annotations
@@ -18,41 +18,21 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.model_manager import ModelManager, TimedModel
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
 from fp8flow.embedded import protocol
 from fp8flow.embedded.engine import Engine, EngineDeadError
 from fp8flow.log import get_logger
 
 LOG = get_logger(__name__)
-_KEPT_ROUTES = frozenset({"/v1/chat/completions"})
 _WATCH_S = 1.0
 
 
-class _OneModel(ModelManager):
-    """transformers' model manager, holding the engine's model and nothing else."""
+class _OneModel:
+    """What the application of ``transformers serve`` needs of its model manager: the end."""
 
     def __init__(self, engine: Engine) -> None:
-        name = engine.options.served_model_name
-        super().__init__(device="cpu", continuous_batching=True, model_timeout=-1)
-        self.force_model = name
-        self.loaded_models[name] = TimedModel(engine.model, -1, engine.tokenizer)
-
-    @staticmethod
-    def process_model_name(model_id: str) -> str:
-        """Names are served names, not hub ids or paths."""
-        return model_id
-
-
-class _EngineManager(CBGenerateManager):
-    """transformers' generation manager, using the engine's continuous batching manager."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self._cb = engine.manager
+        self.shutdown = engine.stop
 
 
 class Answer:
@@ -227,20 +207,13 @@ def _failure(message: str) -> JSONResponse:
 
 
 def build_app(engine: Engine) -> FastAPI:
-    """Return the application; the engine must have been started."""
-    models = _OneModel(engine)
-    state = GenerationState(continuous_batching=True)
-    state._cb_manager, state._cb_model_id = _EngineManager(engine), models.force_model
-    chat = ChatCompletionHandler(model_manager=models, generation_state=state)
-    unused: Any = None
-    app = build_server(models, chat, unused, unused, unused, unused, generation_state=state)
-    app.router.routes[:] = [r for r in app.router.routes if _path(r) in _KEPT_ROUTES]
+    """Return the application; the engine must have been started, and stops at its end."""
+    manager: Any = _OneModel(engine)
+    unused: Any = None  # handlers and state of routes that are taken out
+    app = build_server(manager, unused, unused, unused, unused, unused, generation_state=unused)
+    app.router.routes.clear()
     _add_routes(app, engine)
     return app
-
-
-def _path(route: Any) -> str:
-    return str(getattr(route, "path", ""))
 
 
 def _add_routes(app: FastAPI, engine: Engine) -> None:
