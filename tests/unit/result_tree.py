@@ -14,9 +14,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fp8flow.code_hash import code_hash
+from fp8flow.pipeline import BACKENDS, PROGRAMS
 from fp8flow.records import Record, write_record
 from fp8flow.runs import build_run_result
+from fp8flow.source_copy import CHECKOUT
 from fp8flow.spec import Spec
+from fp8flow.system import stack_versions
 
 ROWS = 13_368
 TOKENS = 3
@@ -33,7 +37,12 @@ SUBMISSION = {
     "benchmark": "llama3.1-8b",
     "round": "v6.1",
     "variant": "fp8",
+    "attested": [],
 }
+# Rule of each shared record.
+RULES = {"model": "fetch_model", "dataset": "prepare_dataset", "checkpoint": "quantize",
+         "calibration": "prepare_calibration", "probe": "probe_server",
+         "system": "describe_system"}  # fmt: skip
 ENGINE = {"backend": "transformers", "serve": {"max_batch_size": 16}}
 HARNESS = {
     "name": "loadgen",
@@ -272,6 +281,12 @@ def write_attempt(folder: Path, scenario: str, mode: str, rows: int) -> None:
     (folder / "outcome.json").write_text(json.dumps(outcome))
 
 
+def run_code(mode: str) -> str:
+    """Return the code hash of a run's rule, as the pipeline has it."""
+    programs = (*PROGRAMS[f"run_{mode}"].scripts, *BACKENDS[ENGINE["backend"]].scripts)
+    return code_hash(CHECKOUT / "workflow" / "scripts", programs)
+
+
 def write_run(
     tree: ResultTree, scenario: str, mode: str, attempt: Path | None, rows: int
 ) -> Record:
@@ -297,11 +312,15 @@ def write_run(
             "scenario": scenario,
             "scenario_settings": settings,
         },
+        code=run_code(mode),
         tools={"transformers": "5", "mlcommons-loadgen": "6"},
     )
     inputs = {name: tree.records[name] for name in ("checkpoint", "dataset")}
     files = sorted(f"attempts/1/{p.name}" for p in folder.iterdir())
     result = build_run_result(folder, server=server)
+    count = result["tokens"]["output_total"]
+    counted = {"recount_mismatches": 0, "recount_total": count, "recount_expected": count}
+    result["tokens"] |= counted
     return write_record(path, spec, result, inputs=inputs, files=files)
 
 
@@ -321,6 +340,12 @@ def write_scores(tree: ResultTree, scenario: str, rows: int, **changes: Any) -> 
             "missing": 0,
             "empty": 0,
             "duplicates": 0,
+        },
+        "client_check": {
+            "compared": rows,
+            "token_mismatches": 0,
+            "text_mismatches": 0,
+            "not_in_outputs": 0,
         },
     } | changes
     values = {name: f"{result[name]}" for name in SCORES}
@@ -411,6 +436,7 @@ def system_result() -> dict[str, Any]:
         "nics": [{"name": "eth0", "kind": "Ethernet", "speed_mbit": 100_000, "driver": "mlx5"}],
         "accelerators": [],
         "network_data_path": "PCIe from the card to host DRAM, PCIe to the GPU",
+        "stack": stack_versions(),
     }
 
 
@@ -448,7 +474,9 @@ def _write_shared(tree: ResultTree, rows: int, changes: Mapping[str, Mapping[str
         target.parent.mkdir(parents=True, exist_ok=True)
         inputs = {need: tree.records[need] for need in needs}
         result |= changes.get(name, {})
-        tree.records[name] = write_record(target, Spec(name, settings), result, inputs=inputs)
+        tree.records[name] = write_record(
+            target, Spec(RULES[name], settings), result, inputs=inputs
+        )
 
 
 def make_results(

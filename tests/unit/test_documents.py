@@ -134,8 +134,7 @@ def test_scenario_document_shows_the_numbers_of_the_records(tree: ResultTree) ->
     records = {
         kind: tree.records[f"Server {kind}"] for kind in ("performance", "accuracy", "scores")
     }
-    names = {kind: f"Server-{kind}" for kind in records}
-    text = documents.scenario_document(SUBMISSION, "Server", records, names)
+    text = documents.scenario_document(SUBMISSION, "Server", records)
     run = records["performance"].result
     assert f"| Output tokens/s | {run['throughput']['output_tokens_per_s']:,.2f} |" in text
     assert "| ttft | 500.00 ms | 500.00 ms | 500.00 ms | 2,000.00 ms |" in text
@@ -144,12 +143,34 @@ def test_scenario_document_shows_the_numbers_of_the_records(tree: ResultTree) ->
     assert "Prefix reuse across queries: off." in text
 
 
-def test_commands_name_the_spec_file_instead_of_its_text() -> None:
-    command = ["quantize.py", "--spec", '{"rule": "it\'s"}', "--output", "a b/manifest.json"]
-    record = Record(Path("x"), {"command": command})
-    assert documents.command_line(record, "checkpoint") == (
-        "python quantize.py --spec @specs/checkpoint.json --output 'a b/manifest.json'"
-    )
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("model", "model/manifest.json"),
+        ("dataset", "data/validation/manifest.json"),
+        ("checkpoint", "fp8/checkpoint/manifest.json"),
+        ("system", "system/system.json"),
+        ("Server performance", "fp8/Server/performance/run.json"),
+        ("Server scores", "fp8/Server/accuracy/accuracy.json"),
+    ],
+)
+def test_commands_make_the_product_from_the_source_folder(
+    tree: ResultTree, name: str, target: str
+) -> None:
+    words = documents.command_line(tree.records[name]).split()
+    assert words[0] == "snakemake"
+    assert words[words.index("--configfile") + 1] == "config.yaml"
+    assert words[-1] == f"results/{target}"
+    assert str(tree.results) not in " ".join(words)
+
+
+def test_source_document_tells_the_revision(tree: ResultTree) -> None:
+    products = {"model": tree.records["model"]}
+    known = {"commit": "c0ffee", "dirty": True, "note": "with changes that are not committed"}
+    text = documents.source_document(SUBMISSION, products, known)
+    assert "commit c0ffee, with changes that are not committed" in text
+    none = {"commit": None, "dirty": None, "note": "not a git checkout"}
+    assert "(not a git checkout)" in documents.source_document(SUBMISSION, products, none)
 
 
 @pytest.mark.parametrize(

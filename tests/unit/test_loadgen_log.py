@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from fp8flow.errors import FlowError
-from fp8flow.loadgen import SEEDS
 from fp8flow.loadgen_log import (
     DetailLog,
     json_exact,
@@ -19,6 +18,7 @@ from fp8flow.loadgen_log import (
     scheduled_ns,
     server_schedule_ns,
 )
+from fp8flow.loadgen_settings import SEEDS
 
 
 def line(key: str, value: Any, error: bool = False, warning: bool = False) -> str:

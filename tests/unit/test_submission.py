@@ -24,10 +24,12 @@ from result_tree import (
 
 import assemble_submission as script
 from fp8flow.cli import script_main
-from fp8flow.config import demo_config
+from fp8flow.config import SubmissionConfig, demo_config
 from fp8flow.config_file import load_config
 from fp8flow.errors import FlowError
+from fp8flow.pipeline import Pipeline
 from fp8flow.records import read_record, verify_record, write_record
+from fp8flow.source_copy import CHECKOUT, git_revision, source_files
 from fp8flow.spec import Spec
 from fp8flow.submission import (
     Inputs,
@@ -154,7 +156,7 @@ def remake(tree: ResultTree, name: str, **result: Any) -> None:
     old = tree.records[name]
     tree.records[name] = write_record(
         old.path,
-        Spec(name, old.spec["settings"]),
+        Spec(old.spec["rule"], old.spec["settings"]),
         old.result | result,
         inputs={n: r for n, r in tree.records.items() if n in old.data["inputs"]},
     )
@@ -243,6 +245,91 @@ def test_scenario_without_accuracy_is_refused(tree: ResultTree) -> None:
         group_scenarios(runs, [])
 
 
+def test_scenarios_come_in_the_order_of_the_benchmark(tmp_path: Path) -> None:
+    names = ("Interactive", "Offline", "Server")
+    tree = make_results(tmp_path / "results", rows=50, scenarios=names)
+    assert list(inputs_of(tree).scenarios) == ["Offline", "Server", "Interactive"]
+
+
+def source_of(tree: ResultTree) -> Path:
+    return tree.submission.parent / "closed/acme/src/llama3.1-8b"
+
+
+def test_source_in_src_plans_the_same_products(tree: ResultTree) -> None:
+    given = demo_config().model_dump(mode="json")
+    effective = {key: value for key, value in given.items() if key not in ("run", "report")}
+    del effective["variants"]
+    effective |= {"harness": HARNESS, "submission": SUBMISSION}
+    effective["scenarios"] |= {name: scenario_settings(name) for name in tree.scenarios}
+    arguments = tree.assemble_arguments()
+    settings = {"submission": SUBMISSION, "config": effective}
+    arguments[1] = Spec("assemble_submission", settings).canonical()
+    assert script_main("x", script.add_arguments, script.run, arguments) == 0
+    loaded = load_config([source_of(tree) / "config.yaml"])
+    copied = Pipeline(loaded, source_of(tree) / "fp8flow").products
+    original = Pipeline(loaded, CHECKOUT).products
+    assert copied.keys() == original.keys()
+    for name, product in original.items():
+        assert copied[name].spec == product.spec, name
+    assert (source_of(tree) / "fp8flow/resources/demo/validation.jsonl").is_file()
+    assert not list(source_of(tree).rglob("__pycache__"))
+
+
+def test_articles_of_the_demo_are_left_out_where_they_are_not_used(tree: ResultTree) -> None:
+    assert assemble(tree) == 0
+    resources = source_of(tree) / "fp8flow/resources"
+    assert {path.name for path in resources.iterdir()} == {"mlperf", "nltk", "report", "templates"}
+
+
+def test_assembling_again_gives_the_same_tree(tree: ResultTree) -> None:
+    assert assemble(tree) == 0
+    first = read_record(tree.submission).digest
+    assert assemble(tree) == 0
+    assert read_record(tree.submission).digest == first
+
+
+def git(folder: Path, *arguments: str) -> str:
+    names = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    command = ["git", *names, "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_revision_of_a_checkout(tmp_path: Path) -> None:
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / "workflow/a.py").write_text("x = 1\n")
+    assert git_revision(tmp_path)["note"] == "not a git checkout"
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "first")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "notes.txt").write_text("no part of the source")
+    assert git_revision(tmp_path) == {"commit": commit, "dirty": False, "note": ""}
+    (tmp_path / "workflow/b.py").write_text("y = 1\n")
+    assert git_revision(tmp_path)["dirty"] is True
+    # A copy inside another repository is not that repository's commit.
+    assert git_revision(tmp_path / "workflow")["note"] == "not a git checkout"
+
+
+def test_half_a_checkout_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "workflow").mkdir()
+    with pytest.raises(FlowError, match="no Snakefile, envs, resources"):
+        list(source_files(tmp_path, {}))
+
+
+def test_attesting_what_is_no_rule_is_refused_early(tree: ResultTree) -> None:
+    settings = {
+        "submission": SUBMISSION | {"attested": ["model-oficial"]},
+        "config": config(tree.scenarios),
+    }
+    arguments = tree.assemble_arguments()
+    arguments[1] = Spec("assemble_submission", settings).canonical()
+    assert script_main("x", script.add_arguments, script.run, arguments) == 1
+    assert not tree.submission.exists()
+    with pytest.raises(ValueError, match="has no rule model-oficial"):
+        SubmissionConfig(submitter="a", variant="fp8", attested=["model-oficial"])
+    SubmissionConfig(submitter="a", variant="fp8", attested=["model-official"])
+
+
 def test_double_record_is_refused(tree: ResultTree) -> None:
     run = tree.records["Offline performance"]
     with pytest.raises(FlowError, match="Offline has two performance records"):
@@ -257,7 +344,7 @@ def test_variant_without_calibration(tmp_path: Path) -> None:
     nothing = dict.fromkeys(("weight_scale", "input_scale", "k_scale", "v_scale"))
     changes = {"method": "none", "calibration": None, "scales": {"total": nothing}}
     tree.records["checkpoint"] = write_record(
-        checkpoint.path, Spec("checkpoint", settings), checkpoint.result | changes,
+        checkpoint.path, Spec("quantize", settings), checkpoint.result | changes,
         inputs={"model": tree.records["model"]},
     )  # fmt: skip
     remake(tree, "probe")

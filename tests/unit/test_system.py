@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from fp8flow.system import (
     link_speeds_gbit,
     read_accelerators,
 )
+from fp8flow.tools import installed_versions
 
 GPU = Accelerator(
     "NVIDIA H200", 150_754_820_096, "GPU-1", 1980, 3201, 5, 16, nvlinks=18, ecc=True
@@ -147,19 +149,51 @@ def test_unknown_nic_speed_is_not_made_up(node: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("detected", "texts", "on", "origin"),
+    ("detected", "stated", "on", "origin"),
     [
-        (True, ("no ECC",), True, "detected"),
-        (False, ("ECC",), False, "detected"),
-        (None, (None, "16x 64 GB DDR5 ECC RDIMM"), True, "config"),
-        (None, ("HBM3e", "ECC off"), False, "config"),
-        (None, ("non-ECC DDR4",), False, "config"),
-        (None, ("DDR5", None), None, "not detected"),
-        (None, ("secceed",), None, "not detected"),
+        (True, None, True, "detected"),
+        (True, True, True, "detected"),
+        (None, True, True, "config"),
+        (None, False, False, "config"),
+        (None, None, None, "not detected"),
+        # Neither side talks the other's "off" away.
+        (False, True, False, "detected"),
+        (True, False, False, "config"),
     ],
 )
-def test_ecc_state(detected: bool | None, texts: tuple, on: bool | None, origin: str) -> None:
-    assert ecc_state(detected, *texts) == {"on": on, "origin": origin}
+def test_ecc_state(
+    detected: bool | None, stated: bool | None, on: bool | None, origin: str
+) -> None:
+    assert ecc_state(detected, stated) == {"on": on, "origin": origin}
+
+
+@pytest.mark.parametrize("words", ["ECC", "ECC: no", "ECC not enabled", "ECC unsupported"])
+def test_words_are_no_statement_about_ecc(node: Host, words: str) -> None:
+    given = settings(
+        hw_notes=words, host_memory_configuration=words, accelerator_memory_configuration=words
+    )
+    gpu = dataclasses.replace(GPU, ecc=None)
+    states = describe_system(given, node, Accelerators((gpu,)))["ecc"]
+    nothing = {"on": None, "origin": "not detected"}
+    assert states == {"host": nothing, "accelerators": nothing}
+
+
+def test_ecc_is_stated_for_host_and_accelerators_apart(node: Host) -> None:
+    gpu = dataclasses.replace(GPU, ecc=None)
+    described = describe_system(
+        settings(host_ecc=True, accelerator_ecc=False), node, Accelerators((gpu,))
+    )
+    assert described["ecc"] == {
+        "host": {"on": True, "origin": "config"},
+        "accelerators": {"on": False, "origin": "config"},
+    }
+    assert "host_ecc" not in described["fields"]
+
+
+def test_stack_says_the_versions_that_runs_record(node: Host) -> None:
+    described = describe_system(settings(), node, Accelerators())
+    names = ("transformers", "mlcommons-loadgen")
+    assert {name: described["stack"][name] for name in names} == installed_versions(names)
 
 
 def test_ecc_of_host_and_accelerators(node: Host) -> None:

@@ -16,14 +16,20 @@ import yaml
 from result_tree import ROWS, SCORES, ResultTree, make_results
 
 import assemble_submission
+import print_summary
 import validate_submission
-from fp8flow import calibration, dataset, early_stopping, loadgen
+from fp8flow import calibration, dataset, early_stopping, loadgen_settings
 from fp8flow.cli import script_main
+from fp8flow.code_hash import code_hash
 from fp8flow.errors import FlowError
-from fp8flow.evidence import Evidence, gather
+from fp8flow.evidence import Evidence, gather, recomputed_differences
+from fp8flow.pipeline import BACKENDS, PROGRAMS
 from fp8flow.records import Record, read_record, verify_record
+from fp8flow.report import rule_view
+from fp8flow.report_data import STATUS_ORDER
 from fp8flow.rules import RuleBook, load_rules, rules_file
-from fp8flow.verdict import failing_ids, judge, table
+from fp8flow.source_copy import CHECKOUT, run_code_hash
+from fp8flow.verdict import failing_ids, judge, table, unproven_ids
 
 BOOK = load_rules(rules_file("v6.1"))
 TEST06 = "compliance-test06"
@@ -104,6 +110,10 @@ def fact(path: str, value: Any) -> Change:
     return apply
 
 
+def forged(evidence: Evidence) -> None:
+    evidence.recomputed["Server"]["accuracy"] = ["throughput"]
+
+
 def several(*changes: Change) -> Change:
     def apply(evidence: Evidence) -> None:
         for one in changes:
@@ -143,6 +153,24 @@ def drop_source(evidence: Evidence) -> None:
     shutil.rmtree(evidence.root / "src")
 
 
+def edit_source(name: str, added: str | None) -> Change:
+    """Return an addition to a copied source file, or its removal."""
+
+    def apply(evidence: Evidence) -> None:
+        path = evidence.root / "src/llama3.1-8b/fp8flow" / name
+        assert path.is_file()
+        if added is None:
+            path.unlink()
+        else:
+            path.write_text(path.read_text() + added)
+
+    return apply
+
+
+def other_code(evidence: Evidence) -> None:
+    evidence.scenarios["Server"].accuracy.spec["code"] = "0" * 64
+
+
 def drop_server(evidence: Evidence) -> None:
     del evidence.scenarios["Server"]
 
@@ -176,11 +204,13 @@ CASES: dict[str, Change] = {
     "dataset-official": fact("dataset/split", "test"),
     "prompt-template": fact("dataset/template", "chat"),
     "calibration-list": fact("calibration/list_sha256", "0" * 64),
+    "calibration-tokens": fact("calibration/token_check", {"state": "different", "reason": "x"}),
     "quantization-described": fact("checkpoint/method", "int4_search"),
     "system-keys": system(cooling=""),
     "system-values": system(status="soon"),
     "system-datacenter": system(system_type="edge"),
     "system-ecc": fact("system/ecc/host/on", False),
+    "system-is-the-one-measured": fact("system/host/hostname", "another-node"),
     "documents-present": drop_document,
     "ingress-bandwidth": fact("system/network_data_path", None),
     "source-present": drop_source,
@@ -221,6 +251,13 @@ CASES: dict[str, Change] = {
     "prefix-reuse-off": change("Server", "performance", "server/prefix_reuse", None),
     "same-system": other_server_settings,
     "throughput-units": change("Offline", "performance", "throughput/tokens_per_sample", 4.0),
+    "result-recomputed": forged,
+    "client-agrees-with-loadgen": change(
+        "Server", "performance", "disagreements", ["tokens: 1, 2"]
+    ),
+    "token-counts": change("Offline", "accuracy", "tokens/usage_mismatches", 1),
+    "one-token-answers": change("Server", "performance", "tokens/output_min", 1),
+    "accuracy-log-matches-client": change("Server", "scores", "client_check/token_mismatches", 1),
     "accuracy-samples": several(
         change("Server", "scores", "responses/scored", ROWS - 1),
         change("Server", "scores", "responses/missing", 1),
@@ -245,16 +282,19 @@ CASES: dict[str, Change] = {
 }  # fmt: skip
 # A score that differs from accuracy.txt is seen there as well.
 ALSO = {name: {"accuracy-text"} for name in CASES if name.startswith("accuracy-")}
-ALSO["accuracy-samples"] = ALSO["accuracy-text"] = ALSO["accuracy-log-hash"] = set()
+ALSO["accuracy-samples"] = {"accuracy-log-matches-client"}
+ALSO["accuracy-text"] = ALSO["accuracy-log-hash"] = ALSO["accuracy-log-matches-client"] = set()
+ALSO["output-tokens-min"] = {"one-token-answers"}
 
 
 def test_only_test06_is_missing(evidence: Evidence) -> None:
     result = judge(BOOK, evidence)
     assert failing(evidence) == {TEST06}
+    assert unproven_ids(result) == []
     assert result["submittable"] is False
 
 
-def test_with_test06_the_submission_is_submittable(evidence: Evidence) -> None:
+def add_test06(evidence: Evidence) -> Path:
     for scenario in evidence.scenarios:
         path = evidence.folder(scenario) / "TEST06" / "verify_accuracy.txt"
         path.parent.mkdir()
@@ -262,6 +302,11 @@ def test_with_test06_the_submission_is_submittable(evidence: Evidence) -> None:
             "First token check pass: Skipped\nEOS check pass: True\n"
             "Sample length check pass: True\nTEST06 verification complete\n"
         )
+    return path
+
+
+def test_with_test06_the_submission_is_submittable(evidence: Evidence) -> None:
+    path = add_test06(evidence)
     assert judge(BOOK, evidence)["submittable"] is True
     path.write_text(path.read_text().replace("EOS check pass: True", "EOS check pass: False"))
     assert failing(evidence) == {TEST06}
@@ -269,6 +314,25 @@ def test_with_test06_the_submission_is_submittable(evidence: Evidence) -> None:
 
 def test_every_rule_has_a_case_that_breaks_it() -> None:
     assert {rule.id for rule in BOOK.rules} == CASES.keys() | {TEST06}
+
+
+def test_a_forged_result_is_found_in_the_raw_logs(tree: ResultTree) -> None:
+    """An edit with a seal of its own is still contradicted by the attempt's files."""
+    run = evidence_of(tree).scenarios["Offline"].performance
+    assert recomputed_differences(run) == []
+    forged_run = copy.deepcopy(run)
+    forged_run.result["throughput"]["output_tokens_per_s"] *= 10
+    forged_run.result["tokens"]["usage_mismatches"] = 7
+    differing = ["throughput", "tokens.usage_mismatches"]
+    assert recomputed_differences(forged_run) == differing
+
+
+def test_a_check_that_crashes_fails_its_rule(evidence: Evidence) -> None:
+    evidence.scenarios["Server"].performance.result["latency_ns"] = "gone"
+    result = judge(BOOK, evidence)
+    crashed = [r for r in result["rules"] if "could not be checked" in str(r["measured"])]
+    assert {"latency-ttft", "latency-tpot"} <= {rule["id"] for rule in crashed}
+    assert all(rule["status"] == "fail" for rule in crashed)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -286,6 +350,7 @@ def test_breaking_one_rule_fails_that_rule_alone(evidence: Evidence, name: str) 
             "model-official",
             several(fact("model/source", "local"), fact("model/parameters", 134_515_008)),
         ),
+        ("dataset-size", fact("dataset/unique_ids", ROWS - 1)),
         ("dataset-official", fact("dataset/source", "demo")),
         ("prompt-template", fact("dataset/starts_with_bos", False)),
         ("prompt-template", fact("dataset/starts_with_bos", None)),
@@ -297,6 +362,34 @@ def test_breaking_one_rule_fails_that_rule_alone(evidence: Evidence, name: str) 
         ("system-values", system(accelerators_per_node="one")),
         ("system-ecc", fact("system/ecc/accelerators/on", None)),
         ("ingress-bandwidth", system(host_networking="Ethernet")),
+        ("calibration-tokens", fact("calibration/token_check", None)),
+        ("system-is-the-one-measured", fact("system/host/cpu_count", 3)),
+        ("system-is-the-one-measured", fact("system/host/platform", "Linux-1")),
+        ("system-is-the-one-measured", fact("system/host", {})),
+        ("system-is-the-one-measured", fact("system/stack/transformers", "4.46.2")),
+        ("source-present", edit_source("workflow/scripts/fp8flow/client.py", "STOP = 1\n")),
+        ("source-present", edit_source("workflow/scripts/loadgen_worker.py", None)),
+        ("source-present", edit_source("Snakefile", None)),
+        ("source-present", other_code),
+        ("client-agrees-with-loadgen", change("Offline", "accuracy", "disagreements", ["x"])),
+        ("token-counts", change("Server", "performance", "tokens/usage_mismatches", None)),
+        ("token-counts", change("Server", "accuracy", "tokens/recount_total", ROWS * 4)),
+        ("token-counts", change("Server", "accuracy", "tokens/recount_total", None)),
+        ("one-token-answers", change("Offline", "accuracy", "tokens/output_min", 1)),
+        ("accuracy-log-matches-client", change("Offline", "scores", "client_check", None)),
+        (
+            "accuracy-log-matches-client",
+            change("Offline", "scores", "client_check", {"compared": 0, "reason": "missing"}),
+        ),
+        ("accuracy-log-matches-client", change("Server", "scores", "client_check/compared", 1)),
+        (
+            "accuracy-log-matches-client",
+            change("Server", "scores", "client_check/text_mismatches", 134),
+        ),
+        (
+            "accuracy-log-matches-client",
+            change("Server", "scores", "client_check/not_in_outputs", 1),
+        ),
         ("no-failed-responses", change("Server", "performance", "counts/completed", ROWS - 1)),
         ("no-empty-responses", change("Server", "performance", "counts/empty", 3)),
         ("loadgen-valid", change("Server", "performance", "loadgen/valid", None)),
@@ -308,7 +401,6 @@ def test_breaking_one_rule_fails_that_rule_alone(evidence: Evidence, name: str) 
         ("prefix-reuse-off", fact("probe/prefix_reuse", True)),
         ("prefix-reuse-off", fact("probe/reuse", None)),
         ("same-system", fact("checkpoint/digest", "another")),
-        ("throughput-units", change("Server", "performance", "disagreements", ["tokens: 1, 2"])),
         ("accuracy-samples", change("Server", "scores", "responses/duplicates", 1)),
         ("required-files", in_folder("Offline", "README.md", lambda _: "")),
         ("user-conf", in_folder("Offline", "user.conf", lambda _: "*.Server.min_duration=600000")),
@@ -334,8 +426,9 @@ def test_further_ways_to_break_a_rule(evidence: Evidence, name: str, broken: Cha
         system(hw_notes="", accelerators_per_node="0"),
         fact("calibration", None),
         several(fact("calibration", None), fact("checkpoint/method", "none")),
-        several(fact("model/source", "local"), fact("model/id", None)),
-        several(fact("dataset/source", "mlcommons"), fact("dataset/file", "cnn_eval.json")),
+        fact("calibration/token_check", {"state": "identical"}),
+        change("Server", "scores", "client_check/text_mismatches", 133),
+        change("Server", "accuracy", "tokens/recount_total", round(ROWS * 3 * 1.004)),
         fact("system/ecc/accelerators", {"on": None, "origin": "N/A"}),
     ],
 )
@@ -345,6 +438,114 @@ def test_what_is_just_good_enough(evidence: Evidence, still_good: Change) -> Non
     if evidence.facts["calibration"] is None and evidence.facts["checkpoint"]["method"] != "none":
         expected = {"quantization-described"}
     assert failing(evidence) - {TEST06} == expected
+
+
+LOCAL_MODEL = several(fact("model/source", "local"), fact("model/id", None))
+LATE = several(
+    change("Server", "performance", "measured_from", "issued"),
+    change("Server", "performance", "measured_from_reason", "the seed is not known"),
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "doubt", "words"),
+    [
+        ({"model-official"}, LOCAL_MODEL, "origin cannot be proven"),
+        (
+            {"dataset-official"},
+            several(fact("dataset/source", "mlcommons"), fact("dataset/file", "cnn_eval.json")),
+            "cnn_eval.json, SHA-256 None; its origin cannot be proven",
+        ),
+        (
+            {"dataset-official"},
+            several(fact("dataset/source", "file"), fact("dataset/file", "my.jsonl")),
+            "my.jsonl",
+        ),
+        (
+            {"calibration-list"},
+            several(fact("calibration/source", "file"), fact("calibration/file", "texts.jsonl")),
+            "texts from texts.jsonl",
+        ),
+        ({"latency-ttft", "latency-tpot", "early-stopping"}, LATE, "the seed is not known"),
+    ],
+)
+def test_what_cannot_be_proven_blocks_until_it_is_attested(
+    evidence: Evidence, names: set[str], doubt: Change, words: str
+) -> None:
+    add_test06(evidence)
+    doubt(evidence)
+    result = judge(BOOK, evidence)
+    assert (set(unproven_ids(result)), failing_ids(result)) == (names, [])
+    assert result["submittable"] is False
+    assert "attested" not in table(result).splitlines()[0]
+    assert all(f"{name} " in table(result) for name in names)
+    doubtful = [rule for rule in result["rules"] if rule["status"] == "unproven"]
+    assert all(words in rule["measured"] and not rule["attested"] for rule in doubtful)
+    evidence.submission.result["attested"] = sorted(names)
+    result = judge(BOOK, evidence)
+    assert result["submittable"] is True
+    assert set(unproven_ids(result)) == names
+    assert f"{len(names)} of them only attested" in table(result)
+    assert all(r["attested"] for r in result["rules"] if r["status"] == "unproven")
+
+
+def test_report_and_summary_count_unproven_rules_as_not_met(evidence: Evidence) -> None:
+    LOCAL_MODEL(evidence)
+    result = judge(BOOK, evidence)
+    rule = next(rule for rule in result["rules"] if rule["status"] == "unproven")
+    assert rule["status"] in STATUS_ORDER
+    assert rule_view(rule)["fix"] == rule["fix"]
+    verdict = Record(Path("verdict.json"), {"result": result})
+    assert print_summary.remarks([], verdict)[0].startswith("3 of ")
+    evidence.submission.result["attested"] = ["model-official"]
+    verdict = Record(Path("verdict.json"), {"result": judge(BOOK, evidence)})
+    assert print_summary.remarks([], verdict)[0].startswith("2 of ")
+    rule = next(rule for rule in verdict.result["rules"] if rule["status"] == "unproven")
+    assert rule_view(rule)["fix"] == ""
+    assert "attested by the submitter" in rule_view(rule)["measured"]
+
+
+def test_times_from_issue_do_not_excuse_a_failure(evidence: Evidence) -> None:
+    several(LATE, CASES["latency-ttft"])(evidence)
+    assert rule_of(evidence, "latency-ttft", "Server")["status"] == "fail"
+
+
+def test_run_that_does_not_say_where_its_times_start_is_unproven(evidence: Evidence) -> None:
+    run = run_of(evidence, "Server", "performance")
+    run |= {"measured_from": None, "measured_from_reason": None}
+    assert rule_of(evidence, "early-stopping", "Server")["status"] == "unproven"
+
+
+def test_attesting_does_not_excuse_a_failure(evidence: Evidence) -> None:
+    add_test06(evidence)
+    evidence.submission.result["attested"] = ["model-official", "seeds"]
+    several(LOCAL_MODEL, fact("model/parameters", 134_515_008))(evidence)
+    rule = rule_of(evidence, "model-official")
+    assert (rule["status"], rule["attested"]) == ("fail", False)
+    assert rule_of(evidence, "seeds", "Server")["attested"] is False
+    assert judge(BOOK, evidence)["submittable"] is False
+
+
+def test_attesting_what_is_no_rule_is_an_error(evidence: Evidence) -> None:
+    evidence.submission.result["attested"] = ["model-oficial"]
+    with pytest.raises(FlowError, match="names model-oficial"):
+        judge(BOOK, evidence)
+
+
+def test_difference_between_described_and_measured_system_is_named(evidence: Evidence) -> None:
+    fact("system/stack/transformers", "4.46.2")(evidence)
+    measured = rule_of(evidence, "system-is-the-one-measured")["measured"]
+    differing = measured["described, measured"]["Server accuracy"]
+    assert differing.keys() == {"transformers"}
+    assert differing["transformers"][0] == "4.46.2"
+
+
+def test_code_of_a_run_is_that_of_the_pipeline() -> None:
+    scripts = CHECKOUT / "workflow" / "scripts"
+    for backend, program in BACKENDS.items():
+        for rule in ("run_performance", "run_accuracy"):
+            programs = (*PROGRAMS[rule].scripts, *program.scripts)
+            assert run_code_hash(CHECKOUT, rule, backend) == code_hash(scripts, programs)
 
 
 @pytest.mark.parametrize(
@@ -367,9 +568,9 @@ def test_accuracy_gates_are_those_of_the_benchmark() -> None:
 
 def test_constants_of_the_code_are_those_of_the_rules() -> None:
     limits = {rule.id: rule.limit for rule in BOOK.rules}
-    assert BOOK.data["samples"] == loadgen.OFFICIAL_ROWS == dataset.OFFICIAL_ROWS == ROWS
-    assert limits["seeds"] == {name: str(seed) for name, seed in loadgen.SEEDS.items()}
-    for scenario, limits_ms in loadgen.LIMITS_MS.items():
+    assert BOOK.data["samples"] == loadgen_settings.OFFICIAL_ROWS == dataset.OFFICIAL_ROWS == ROWS
+    assert limits["seeds"] == {name: str(seed) for name, seed in loadgen_settings.SEEDS.items()}
+    for scenario, limits_ms in loadgen_settings.LIMITS_MS.items():
         given = [limits["latency-ttft"][scenario], limits["latency-tpot"][scenario]]
         assert given == [value * 1e6 for value in limits_ms] == limits["early-stopping"][scenario]
     assert limits["calibration-list"]["sha256"] == calibration.OFFICIAL_LIST_SHA256
@@ -413,8 +614,9 @@ def test_rules_say_where_they_are_written_and_what_to_do(evidence: Evidence) -> 
 def test_table_has_one_line_for_each_failing_rule(evidence: Evidence) -> None:
     CASES["duration-measured"](evidence)
     head, names, *lines, advice = table(judge(BOOK, evidence)).splitlines()
-    assert head == "NOT SUBMITTABLE: 83 of 86 rules that apply are met"
-    assert names.split() == ["rule", "scenario", "found", "asked", "for"]
+    applicable = sum(r["status"] != "not_applicable" for r in judge(BOOK, evidence)["rules"])
+    assert head == f"NOT SUBMITTABLE: {applicable - 3} of {applicable} rules that apply are met"
+    assert names.split() == ["rule", "scenario", "status", "found", "asked", "for"]
     assert [line.split()[:2] for line in lines] == [
         ["duration-measured", "Offline"],
         [TEST06, "Offline"],

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8flow.cli import script_main
+from fp8flow.errors import FlowError
 from fp8flow.log import get_logger
 from fp8flow.records import Record, build_product, verify_record
-from fp8flow.rules import load_rules, rules_file
+from fp8flow.rules import load_rules, rules_file, unknown_ids
 from fp8flow.spec import Spec
 from fp8flow.submission import Inputs, assemble, group_scenarios
 
@@ -52,6 +53,8 @@ def run(args: argparse.Namespace, spec: Spec) -> None:
     )
     submission = spec.settings["submission"]
     rules = load_rules(args.limits or rules_file(submission["round"]))
+    if unknown := unknown_ids(rules, submission.get("attested") or ()):
+        raise FlowError(f"submission.attested: no such rule: {', '.join(unknown)}")
     with build_product(args.output, spec, inputs=inputs.products()) as product:
         product.result = assemble(
             product.folder,

@@ -14,6 +14,7 @@ from fp8flow.errors import FlowError
 from fp8flow.records import Record, read_record
 from fp8flow.report import PAGE
 from fp8flow.report_data import DASH, ROUGE, Cell, collect, latency, rouge, run_state, throughput
+from fp8flow.rules import blocks
 
 _RED, _GREEN, _OFF = "\x1b[31m", "\x1b[32m", "\x1b[0m"
 _SHOWN_ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -85,7 +86,7 @@ def remarks(runs: Sequence[Record], verdict: Record | None) -> list[str]:
         found.append("no verdict yet: run snakemake")
     else:
         rules = verdict.result["rules"]
-        failing = sum(rule["status"] == "fail" for rule in rules)
+        failing = sum(map(blocks, rules))
         applicable = sum(rule["status"] != "not_applicable" for rule in rules)
         found.append(f"{failing} of {applicable} rules that apply are not met")
     return found

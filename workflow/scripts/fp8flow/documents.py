@@ -18,6 +18,11 @@ from fp8flow.system import link_speeds_gbit
 
 TEMPLATES = Path(__file__).resolve().parents[3] / "resources" / "templates"
 DASH = "not known"
+_SNAKEMAKE = ("snakemake", "--cores", "all", "--snakefile", "fp8flow/Snakefile",
+              "--configfile", "config.yaml", "--")  # fmt: skip
+# Folders between results/ and the record of a rule; two where it is not said.
+_FOLDERS = {"fetch_model": 1, "describe_system": 1, "run_performance": 3, "run_accuracy": 3,
+            "score_accuracy": 3}  # fmt: skip
 LOOPBACK = (
     "LoadGen and its client run on the node under test. They send queries to the inference server "
     "over the loopback interface; the queries lie in the DRAM of the host, from where the server "
@@ -124,12 +129,11 @@ def nic_capacity_gbit(system: Mapping[str, Any]) -> float | None:
     return sum(link_speeds_gbit(str(system.get("host_networking", "")))) or None
 
 
-def command_line(record: Record, name: str) -> str:
-    """Return the command that made a product, its spec as a file of src/ instead of the text."""
-    words = [str(word) for word in record.data.get("command", [])]
-    if "--spec" in words[:-1]:
-        words[words.index("--spec") + 1] = f"@specs/{name}.json"
-    return shlex.join(["python", *words])
+def command_line(record: Record) -> str:
+    """Return the command that makes a product again, to be run in the folder of src/."""
+    parts = _FOLDERS.get(record.data["rule"], 2) + 1
+    target = "/".join(("results", *record.path.absolute().parts[-parts:]))
+    return shlex.join([*_SNAKEMAKE, target])
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -197,8 +201,8 @@ def calibration_document(
         calibration=calibration.result if calibration else None,
         calibration_digest=calibration.digest if calibration else None,
         tools={**checkpoint.data.get("tools", {}), **checkpoint.result.get("versions", {})},
-        command=command_line(checkpoint, "checkpoint"),
-        calibration_command=command_line(calibration, "calibration") if calibration else None,
+        command=command_line(checkpoint),
+        calibration_command=command_line(calibration) if calibration else None,
     )
 
 
@@ -236,7 +240,6 @@ def scenario_document(
     submission: Mapping[str, Any],
     scenario: str,
     records: Mapping[str, Record],
-    names: Mapping[str, str],
 ) -> str:
     """Return README.md of one scenario.
 
@@ -244,7 +247,6 @@ def scenario_document(
         submission: the config section.
         scenario: its name.
         records: performance, accuracy and scores.
-        names: name of each in src/.
     """
     performance, accuracy = records["performance"], records["accuracy"]
     return render(
@@ -256,23 +258,27 @@ def scenario_document(
         scores=records["scores"].result,
         engine=performance.spec["settings"]["engine"],
         harness=performance.spec["settings"]["harness"],
-        commands=[command_line(records[key], names[key]) for key in records],
+        commands=[command_line(record) for record in records.values()],
     )
 
 
-def source_document(submission: Mapping[str, Any], products: Mapping[str, Record]) -> str:
-    """Return README.md of src/: how every product was made."""
+def source_document(
+    submission: Mapping[str, Any], products: Mapping[str, Record], revision: Mapping[str, Any]
+) -> str:
+    """Return README.md of src/: how every product was made, from which revision."""
     rows = [
         {
             "name": name,
             "rule": record.data["rule"],
             "code": record.spec["code"],
             "digest": record.digest,
-            "command": command_line(record, name),
+            "command": command_line(record),
         }
         for name, record in products.items()
     ]
     tools: dict[str, str] = {}
     for record in products.values():
         tools |= record.data.get("tools", {})
-    return render("src_readme.md.j2", submission=submission, rows=rows, tools=tools)
+    return render(
+        "src_readme.md.j2", submission=submission, rows=rows, tools=tools, revision=revision
+    )

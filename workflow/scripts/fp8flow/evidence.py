@@ -10,10 +10,24 @@ from typing import Any
 
 from fp8flow.errors import FlowError
 from fp8flow.records import Record, read_record, verify_record
-from fp8flow.submission import Scenario, group_scenarios
+from fp8flow.rules import FAIL, PASS, UNPROVEN
+from fp8flow.runs import build_run_result
+from fp8flow.submission import Scenario, attempt_folder, group_scenarios
 
-PASS, FAIL, NOT_APPLICABLE = "pass", "fail", "not_applicable"
 NOT_MEASURED = "not measured"
+# Parts of a run's result that follow from the raw files of its attempt alone.
+_RECOMPUTED = (
+    "state",
+    "counts",
+    "duration_s",
+    "throughput",
+    "latency_ns",
+    "limits_ns",
+    "loadgen",
+    "settings",
+    "measured_from",
+    "client",
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,13 @@ def found(good: bool, measured: Any, limit: Any) -> Finding:
     return Finding(PASS if good else FAIL, measured, limit)
 
 
+def doubtful(finding: Finding, reason: str) -> Finding:
+    """Return a pass as unproven, with the reason; what fails, fails for its own reason."""
+    if finding.status != PASS:
+        return finding
+    return Finding(UNPROVEN, f"{finding.measured}; {reason}", finding.limit)
+
+
 @dataclass
 class Evidence:
     """Everything that the checks look at.
@@ -39,12 +60,15 @@ class Evidence:
         scenarios: records of every scenario.
         problems: products that differ from their records.
         constants: of the rules file.
+        recomputed: by scenario and mode, what differs when a run's result is computed again from
+            the raw files of its attempt.
     """
 
     submission: Record
     scenarios: dict[str, Scenario]
     problems: list[str]
     constants: Mapping[str, Any]
+    recomputed: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     _cache: dict[Path, Any] = field(default_factory=dict)
 
     @property
@@ -57,6 +81,11 @@ class Evidence:
     def division(self) -> str:
         """Division of the submission."""
         return str(self.submission.result["division"])
+
+    @property
+    def attested(self) -> list[str]:
+        """Ids of the rules that the submitter attests where they cannot be proven."""
+        return list(self.submission.result.get("attested") or ())
 
     @property
     def root(self) -> Path:
@@ -96,6 +125,20 @@ def _verified(path: Path, problems: list[str]) -> Record:
         return record
 
 
+def recomputed_differences(run: Record) -> list[str]:
+    """Return which parts of a run's result its raw logs and queries do not confirm."""
+    try:
+        fresh = build_run_result(attempt_folder(run))
+    except (FlowError, OSError, ValueError, KeyError, TypeError) as error:
+        return [f"cannot be computed again: {error}"]
+    fresh = json.loads(json.dumps(fresh))
+    differing = [part for part in _RECOMPUTED if fresh.get(part) != run.result.get(part)]
+    tokens, noted = fresh.get("tokens") or {}, run.result.get("tokens") or {}
+    # The recount needs the tokenizer, and has rules of its own.
+    names = {n for n in tokens.keys() | noted.keys() if not n.startswith("recount")}
+    return differing + sorted(f"tokens.{n}" for n in names if tokens.get(n) != noted.get(n))
+
+
 def gather(
     submission: Path, runs: Sequence[Path], accuracies: Sequence[Path], constants: Mapping[str, Any]
 ) -> Evidence:
@@ -114,4 +157,12 @@ def gather(
     tree = _verified(submission, problems)
     found_runs = [_verified(path, problems) for path in runs]
     scores = [_verified(path, problems) for path in accuracies]
-    return Evidence(tree, group_scenarios(found_runs, scores), problems, constants)
+    scenarios = group_scenarios(found_runs, scores)
+    recomputed = {
+        name: {
+            "performance": recomputed_differences(scenario.performance),
+            "accuracy": recomputed_differences(scenario.accuracy),
+        }
+        for name, scenario in scenarios.items()
+    }
+    return Evidence(tree, scenarios, problems, constants, recomputed)

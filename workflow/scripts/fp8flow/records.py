@@ -204,6 +204,7 @@ def _compose(
         "result": result,
         "tools": installed_versions(spec.tools),
         "host": host_facts(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "modules": sorted(name for name in sys.modules if name.startswith("fp8flow.")),
         "started_at": datetime.fromtimestamp(started, UTC).isoformat(timespec="seconds"),
         "duration_s": round(time.time() - started, 3),

@@ -12,6 +12,7 @@ from fp8flow import report_data as data
 from fp8flow import report_sections as sections
 from fp8flow.records import Record
 from fp8flow.report_data import DASH, Measurement, ReportInputs, anchor, gate, slug, value_text
+from fp8flow.rules import UNPROVEN, blocks
 
 TEMPLATES = Path(__file__).parents[3] / "resources" / "report"
 
@@ -55,7 +56,7 @@ def context(inputs: ReportInputs) -> dict[str, Any]:
         "rouge_names": list(data.ROUGE.values()),
         "rules": [rule_view(rule) for rule in rules],
         "rule_scenarios": rule_scenarios(rules),
-        "rule_counts": {s: sum(r["status"] == s for r in rules) for s in data.STATUS_ORDER},
+        "rule_counts": rule_counts(rules),
         "runs": [
             sections.run_view(inputs, m, m.performance)
             for m in measurements
@@ -70,11 +71,17 @@ def context(inputs: ReportInputs) -> dict[str, Any]:
     }
 
 
+def rule_counts(rules: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of rules by status, the unproven ones only if there are any."""
+    counts = Counter(rule["status"] for rule in rules)
+    return {s: counts[s] for s in data.STATUS_ORDER if s != UNPROVEN or counts[s]}
+
+
 def banner(inputs: ReportInputs, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the verdict in one sentence, and why."""
     failing: dict[str, dict[str, Any]] = {}
     for position, rule in enumerate(rules, 1):
-        if rule["status"] == "fail":
+        if blocks(rule):
             entry = {"title": rule.get("title") or rule["id"], "row": position, "scenarios": []}
             entry = failing.setdefault(str(rule["id"]), entry)
             entry["scenarios"] += [rule["scenario"]] if rule.get("scenario") else []
@@ -88,7 +95,7 @@ def banner(inputs: ReportInputs, rules: Sequence[Mapping[str, Any]]) -> dict[str
     return {
         "submittable": submittable,
         "failing": list(failing.values()),
-        "failures": sum(rule["status"] == "fail" for rule in rules),
+        "failures": sum(map(blocks, rules)),
         "applicable": applicable,
         "demo": demo and not submittable,
     }
@@ -185,9 +192,10 @@ def rule_view(rule: Mapping[str, Any]) -> dict[str, Any]:
         "scenario": str(rule.get("scenario") or ""),
         "group": slug(str(rule.get("scenario") or "")) or "all",
         "status": rule["status"],
-        "measured": value_text(rule.get("measured")),
+        "measured": value_text(rule.get("measured"))
+        + ("; attested by the submitter" if rule.get("attested") else ""),
         "limit": value_text(rule.get("limit")),
-        "fix": str(rule.get("fix") or "") if rule["status"] == "fail" else "",
+        "fix": str(rule.get("fix") or "") if blocks(rule) else "",
         "source": str(rule.get("source") or ""),
     }
 

@@ -19,7 +19,7 @@ DASH = "–"  # noqa: RUF001 - an en dash stands for "not measured"
 NOT_MEASURED = "not measured"  # as verdicts have it
 SCENARIO_ORDER = ("Offline", "Server", "Interactive")
 ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L", "rougeLsum": "ROUGE-Lsum"}
-STATUS_ORDER = ("fail", "pass", "not_applicable")
+STATUS_ORDER = ("fail", "unproven", "pass", "not_applicable")
 _NS_PER_MS = 1e6
 _NO_ACCURACY = "no accuracy record for this scenario"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from fp8flow.errors import FlowError
 
 FOLDER = Path(__file__).resolve().parents[3] / "resources" / "mlperf"
 SCOPES = ("submission", "scenario")
+# Unproven: nothing speaks against it, but nothing here shows it; the submitter can attest it.
+PASS, FAIL, UNPROVEN, NOT_APPLICABLE = "pass", "fail", "unproven", "not_applicable"
 _ID = re.compile(r"^[a-z0-9]+(-[a-z0-9]+)*$")
 _REQUIRED = ("id", "title", "scope", "source", "fix")
 _OPTIONAL = ("limit", "scenarios", "divisions")
@@ -55,6 +57,19 @@ class RuleBook:
     round: str
     rules: tuple[Rule, ...]
     data: Mapping[str, Any]
+
+
+def blocks(entry: Mapping[str, Any]) -> bool:
+    """Tell whether an entry of a verdict keeps a submission from being submittable."""
+    status = entry["status"]
+    return status not in (PASS, NOT_APPLICABLE, UNPROVEN) or (
+        status == UNPROVEN and not entry.get("attested")
+    )
+
+
+def unknown_ids(book: RuleBook, names: Iterable[str]) -> list[str]:
+    """Return the names that are no rule of the round."""
+    return sorted(set(names) - {rule.id for rule in book.rules})
 
 
 def rules_file(round_name: str) -> Path:

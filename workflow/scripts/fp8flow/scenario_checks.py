@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fp8flow.early_stopping import passes
-from fp8flow.evidence import FAIL, NOT_MEASURED, Evidence, Finding, found
+from fp8flow.evidence import NOT_MEASURED, Evidence, Finding, doubtful, found
 from fp8flow.loadgen_log import ACCURACY_LOG
 from fp8flow.records import Record, sha256_file
+from fp8flow.rules import FAIL
 from fp8flow.submission import SCORES, Scenario, attempt_folder
 
 Check = Callable[[Evidence, Scenario, Any], Finding]
@@ -227,7 +228,23 @@ def _latency(scenario: Scenario, kind: str, limit: Mapping[str, int]) -> Finding
     shown = milliseconds(value)
     if value is not None and series["source"] != "loadgen":
         shown += " (by the client, LoadGen has none)"
-    return found(good, shown, f"< {milliseconds(least)}")
+    return _from_schedule(scenario, found(good, shown, f"< {milliseconds(least)}"))
+
+
+def _from_schedule(scenario: Scenario, finding: Finding) -> Finding:
+    """Return a pass as unproven if the client's times start at issue.
+
+    They should start at the scheduled time, as LoadGen's do: a client that issues late would
+    otherwise hide its own delay.
+    """
+    result = scenario.performance.result
+    series = result["latency_ns"].get("latency") or {}
+    origin = result.get("measured_from", series.get("from"))
+    if origin == "scheduled":
+        return finding
+    why = result.get("measured_from_reason") or result.get("scheduled") or "no reason recorded"
+    start = "at issue" if origin == "issued" else "at an unknown time"
+    return doubtful(finding, f"the client's times start {start}, not at the scheduled time: {why}")
 
 
 @check("latency-ttft")
@@ -248,7 +265,8 @@ def early_stopping(_: Evidence, scenario: Scenario, limit: Mapping[str, Any]) ->
     met = scenario.performance.result["loadgen"].get("early_stopping_met")
     own = _over_limits(scenario.performance, limit[scenario.name])
     shown = {"LoadGen": {True: "met", False: "not met", None: NOT_MEASURED}[met], **own[1]}
-    return found(met is True and own[0], shown, "met by LoadGen and by queries.parquet")
+    finding = found(met is True and own[0], shown, "met by LoadGen and by queries.parquet")
+    return _from_schedule(scenario, finding)
 
 
 def _over_limits(run: Record, limits_ns: Any) -> tuple[bool, dict[str, str]]:
@@ -337,18 +355,96 @@ def same_system(evidence: Evidence, scenario: Scenario, limit: Any) -> Finding:
 
 @check("throughput-units")
 def throughput_units(_: Evidence, scenario: Scenario, limit: Mapping[str, float]) -> Finding:
-    """Tokens/s over samples/s is tokens per sample, and LoadGen's own numbers agree."""
+    """Tokens/s over samples/s is tokens per sample."""
     block = scenario.performance.result["throughput"]
     tokens, samples = block["output_tokens_per_s"], block["samples_per_s"]
     if not tokens or not samples:
         return Finding(FAIL, NOT_MEASURED, "tokens/s and samples/s")
     ratio, per_sample = tokens / samples, block["tokens_per_sample"]
-    disagreements = scenario.performance.result.get("disagreements") or []
     close = abs(ratio - per_sample) <= limit["relative_tolerance"] * per_sample
     shown = f"{tokens:,.2f} tokens/s, {samples:,.4f} samples/s, {ratio:,.2f} tokens per sample"
-    good = close and not disagreements
-    asked = f"ratio {per_sample:,.2f}, no disagreement with LoadGen"
-    return found(good, "; ".join([shown, *disagreements]), asked)
+    return found(close, shown, f"ratio {per_sample:,.2f}")
+
+
+@check("client-agrees-with-loadgen")
+def client_agrees_with_loadgen(_: Evidence, scenario: Scenario, limit: int) -> Finding:
+    """No number differs between LoadGen's log and the client's own count."""
+    listed = {
+        mode: [
+            *(run.result.get("disagreements") or ()),
+            *(run.result["loadgen"].get("disagreements") or ()),
+        ]
+        for mode, run in both(scenario)
+    }
+    differing = {mode: texts for mode, texts in listed.items() if texts}
+    return found(not differing, differing or limit, limit)
+
+
+@check("result-recomputed")
+def result_recomputed(evidence: Evidence, scenario: Scenario, limit: int) -> Finding:
+    """The result of both runs follows from their raw logs and queries."""
+    differing = evidence.recomputed[scenario.name]
+    shown = {mode: parts for mode, parts in differing.items() if parts}
+    return found(not shown, shown or "confirmed", "confirmed")
+
+
+@check("token-counts")
+def token_counts(_: Evidence, scenario: Scenario, limit: Mapping[str, float]) -> Finding:
+    """The server counts as the client does, and so does tokenizing the answers' texts again.
+
+    Text that was tokenized again can have a few tokens more or less without any error, above all
+    where an answer was cut; a server or client that counts wrongly is off in every answer.
+    """
+    wrong, shares = {}, []
+    for mode, run in both(scenario):
+        tokens = run.result["tokens"]
+        if (usage := tokens.get("usage_mismatches")) != 0:
+            wrong[f"{mode}, usage"] = NOT_MEASURED if usage is None else f"{usage:,} differ"
+        expected, again = tokens.get("recount_expected"), tokens.get("recount_total")
+        if expected is None or again is None:
+            wrong[f"{mode}, tokenized again"] = tokens.get("recount_reason") or NOT_MEASURED
+            continue
+        off = abs(again - expected)
+        shares.append(off / expected if expected else 0.0)
+        if off > max(limit["always_allowed"], limit["share"] * expected):
+            wrong[f"{mode}, tokenized again"] = f"{again:,} tokens instead of {expected:,}"
+    shown = wrong or f"usage agrees, tokenized again {max(shares):.2%} off"
+    asked = f"usage agrees, tokenized again at most {limit['share']:.2%} off"
+    return found(not wrong, shown, asked)
+
+
+@check("one-token-answers")
+def one_token_answers(_: Evidence, scenario: Scenario, limit: int) -> Finding:
+    """No answer is so short that it has no TPOT."""
+    shortest = per_mode(scenario, lambda run: run.result["tokens"]["output_min"])
+    known = [count for count in shortest.values() if count is not None]
+    good = len(known) == len(shortest) and min(known) >= limit
+    shown = f"shortest answer {min(known)}" if known else NOT_MEASURED
+    return found(good, shown, f"shortest answer >= {limit}")
+
+
+@check("accuracy-log-matches-client")
+def accuracy_log_matches_client(
+    _: Evidence, scenario: Scenario, limit: Mapping[str, float]
+) -> Finding:
+    """What LoadGen logged, and was scored, is what the client received, token by token.
+
+    Texts may differ in a few answers: a server can hold back half a character at a cut end.
+    """
+    compared = scenario.scores.result.get("client_check") or {}
+    asked = "every scored answer as received"
+    if not compared.get("compared"):
+        return Finding(FAIL, compared.get("reason") or NOT_MEASURED, asked)
+    count, scored = compared["compared"], scenario.scores.result["responses"]["scored"]
+    allowed = {"token_mismatches": 0.0, "not_in_outputs": 0.0}
+    allowed["text_mismatches"] = max(limit["always_allowed"], limit["share"] * count)
+    wrong = {
+        name: compared.get(name)
+        for name, most in allowed.items()
+        if compared.get(name) is None or compared[name] > most
+    }
+    good = not wrong and count == scored
+    return found(good, f"{count:,} as received" if good else {"compared": count, **wrong}, asked)
 
 
 @check("accuracy-samples")

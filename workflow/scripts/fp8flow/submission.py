@@ -4,7 +4,8 @@ Layout below the product folder::
 
     closed/<submitter>/
         systems/<system>.json
-        src/<benchmark>/{README.md, config.yaml, commands.json, specs/*.json}
+        src/<benchmark>/{README.md, config.yaml, commands.json, source.json, specs/*.json}
+        src/<benchmark>/fp8flow/{Snakefile, workflow/, envs/, resources/, ...}
         documentation/{calibration.md, system_architecture.md}
         results/<system>/<benchmark>/<scenario>/
             README.md  user.conf  measurements.json
@@ -21,6 +22,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,10 @@ from fp8flow.errors import FlowError
 from fp8flow.loadgen_log import ACCURACY_LOG, DETAIL_LOG, SUMMARY_LOG
 from fp8flow.log import get_logger
 from fp8flow.records import Record, sha256_file
+from fp8flow.source_copy import CHECKOUT, REVISION, SOURCE, copy_source, git_revision
 
 USER_CONF, SCORES = "user.conf", "accuracy.txt"
+ORDER = ("Offline", "Server", "Interactive")
 # The official truncate_accuracy_log.py keeps so much of both ends, with this between them.
 _GAP = "\n\n...\n\n"
 # Facts of the inputs that the verdict needs; the tree does not hold them.
@@ -53,11 +57,11 @@ _FACTS = {
     "calibration": (
         "source", "hub_id", "revision", "split", "file", "file_sha256", "rows", "unique_ids",
         "template", "list_sha256", "list_rows", "official_list", "allowed_in_closed", "reason",
-        "max_length",
+        "max_length", "token_check",
     ),
     "checkpoint": ("method", "kv_cache", "kv_scales", "quant_algo", "exclude", "calibration"),
     "probe": ("parity", "reuse", "deterministic"),
-    "system": ("name", "not_detected", "ecc", "nics", "network_data_path", "accelerators"),
+    "system": ("name", "not_detected", "ecc", "nics", "network_data_path", "accelerators", "stack"),
 }  # fmt: skip
 
 logger = get_logger(__name__)
@@ -109,7 +113,7 @@ class Inputs:
 
 
 def group_scenarios(runs: Sequence[Record], accuracies: Sequence[Record]) -> dict[str, Scenario]:
-    """Return the scenarios of some runs and scores, Offline first.
+    """Return the scenarios of some runs and scores: Offline, Server, Interactive.
 
     Raises:
         FlowError: if a scenario lacks one of its three records or has one twice.
@@ -121,7 +125,8 @@ def group_scenarios(runs: Sequence[Record], accuracies: Sequence[Record]) -> dic
         if key in found:
             raise FlowError(f"{key[0]} has two {kind} records: {found[key].path}, {record.path}")
         found[key] = record
-    names = list(dict.fromkeys(name for name, _ in sorted(found)))
+    unordered = {name for name, _ in found}
+    names = sorted(unordered, key=lambda name: (*[name != known for known in ORDER], name))
     scenarios = {}
     for name in names:
         missing = [k for k in ("performance", "accuracy", "scores") if (name, k) not in found]
@@ -301,6 +306,7 @@ class Tree:
         submission: the config section.
         config: the effective configuration.
         limits: the rules of the round (resources/mlperf).
+        checkout: the workflow's own folder, which goes into src/.
     """
 
     root: Path
@@ -308,6 +314,12 @@ class Tree:
     submission: Mapping[str, Any]
     config: Mapping[str, Any]
     limits: Mapping[str, Any]
+    checkout: Path
+
+    @cached_property
+    def revision(self) -> dict[str, Any]:
+        """Revision of the checkout."""
+        return git_revision(self.checkout)
 
     def write(self) -> dict[str, Any]:
         """Write everything; return folder and accuracy log hash of every scenario."""
@@ -348,14 +360,20 @@ class Tree:
         products = self.inputs.products()
         for name, record in products.items():
             _write_json(folder / "specs" / f"{name}.json", record.spec)
-        commands = {name: command_line(record, name) for name, record in products.items()}
+        commands = {name: command_line(record) for name, record in products.items()}
         _write_json(folder / "commands.json", commands)
-        # Name and place of a run shape no measurement and are no part of the identity; the
-        # file is complete with them.
-        config = {"run": {"name": self.submission["submitter"]}, **self.config}
+        # Name and place of a run shape no measurement and are no part of the identity; neither
+        # do variants, whose settings are resolved. The file is complete with them.
+        added = {
+            "run": {"name": self.submission["submitter"]},
+            "variants": {self.submission["variant"]: {}},
+        }
+        config = added | dict(self.config)
         text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
-        readme = source_document(self.submission, products)
+        copy_source(self.checkout, folder / SOURCE, self.config)
+        _write_json(folder / REVISION, self.revision)
+        readme = source_document(self.submission, products, self.revision)
         (folder / "README.md").write_text(readme, encoding="utf-8")
 
     def _write_scenario(self, scenario: Scenario) -> dict[str, Any]:
@@ -366,9 +384,7 @@ class Tree:
         digest = _write_accuracy(scenario, folder / "accuracy", kept)
         _write_json(folder / "measurements.json", measurements(self.inputs))
         shutil.copyfile(attempt_folder(scenario.performance) / USER_CONF, folder / USER_CONF)
-        records = scenario.records()
-        names = {kind: f"{scenario.name}-{kind}" for kind in records}
-        text = scenario_document(self.submission, scenario.name, records, names)
+        text = scenario_document(self.submission, scenario.name, scenario.records())
         (folder / "README.md").write_text(text, encoding="utf-8")
         return {
             "folder": folder.relative_to(self.root.parent.parent).as_posix(),
@@ -385,6 +401,7 @@ def facts(inputs: Inputs) -> dict[str, Any]:
     found.setdefault("calibration", None)
     found["probe"]["prefix_reuse"] = inputs.probe.result["server"].get("prefix_reuse")
     found["system"]["fields_from"] = inputs.system.result["origins"]
+    found["system"]["host"] = inputs.system.data.get("host", {})
     return found
 
 
@@ -395,6 +412,7 @@ def assemble(
     submission: Mapping[str, Any],
     config: Mapping[str, Any],
     limits: Mapping[str, Any],
+    checkout: Path = CHECKOUT,
 ) -> dict[str, Any]:
     """Write the tree below ``folder`` and return what there is to say about it.
 
@@ -404,18 +422,20 @@ def assemble(
         submission: the config section.
         config: the effective configuration; goes into src/.
         limits: the rules of the round as data (resources/mlperf).
+        checkout: the workflow's own folder; goes into src/.
 
     Raises:
         FlowError: if the products do not belong together.
     """
     check_inputs(inputs, config)
     root = folder / str(submission["division"]) / str(submission["submitter"])
-    tree = Tree(root, inputs, submission, config, limits)
+    tree = Tree(root, inputs, submission, config, limits, checkout)
     scenarios = tree.write()
     return {
         **submission,
         "system": tree.system_name,
         "root": root.relative_to(folder).as_posix(),
         "scenarios": scenarios,
+        "source": tree.revision,
         "facts": facts(inputs),
     }

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from fp8flow.documents import ingress_rows, nic_capacity_gbit
-from fp8flow.evidence import FAIL, NOT_APPLICABLE, NOT_MEASURED, Evidence, Finding, found
+from fp8flow.errors import FlowError
+from fp8flow.evidence import NOT_MEASURED, Evidence, Finding, doubtful, found
+from fp8flow.records import Record
+from fp8flow.rules import FAIL, NOT_APPLICABLE
+from fp8flow.source_copy import SOURCE, run_code_hash
 
 Check = Callable[[Evidence, Any], Finding]
 SUBMISSION_CHECKS: dict[str, Check] = {}
 _LISTED = 8
+UNPROVABLE = "its origin cannot be proven"
 
 
 def check(name: str) -> Callable[[Check], Check]:
@@ -53,7 +59,7 @@ def submission_up_to_date(evidence: Evidence, limit: Any) -> Finding:
 
 @check("model-official")
 def model_official(evidence: Evidence, limit: Mapping[str, Any]) -> Finding:
-    """The hub id and revision, or a local folder with the geometry of the model."""
+    """The hub id and revision; a local folder of the same geometry may still be a fine-tune."""
     facts = evidence.facts["model"]
     asked = f"{limit['ids'][0]} at {limit['revision']}"
     if not facts["submittable"]:
@@ -63,26 +69,28 @@ def model_official(evidence: Evidence, limit: Mapping[str, Any]) -> Finding:
         return found(good, f"{facts['id']} at {facts['revision']}", asked)
     good = all(facts[key] == limit[key] for key in ("architecture", "parameters"))
     shown = f"local folder: {facts['architecture']}, {facts['parameters']:,} parameters"
-    return found(good, f"{shown}; its origin cannot be proven", asked)
+    return doubtful(found(good, shown, asked), UNPROVABLE)
 
 
 @check("dataset-size")
 def dataset_size(evidence: Evidence, limit: int) -> Finding:
-    """The evaluation set has all rows."""
-    rows = evidence.facts["dataset"]["rows"]
-    return found(rows == limit, rows, limit)
+    """The evaluation set has all rows, and each is another sample."""
+    facts = evidence.facts["dataset"]
+    rows, ids = facts["rows"], facts["unique_ids"]
+    shown = rows if rows == ids else f"{rows:,} rows, {ids:,} different ids"
+    return found(rows == ids == limit, shown, limit)
 
 
 @check("dataset-official")
 def dataset_official(evidence: Evidence, limit: Mapping[str, Any]) -> Finding:
-    """The set comes from the benchmark's source; a file's origin is shown by its digest."""
+    """The set comes from the benchmark's source; a file may hold anything."""
     facts = evidence.facts["dataset"]
     asked = f"{limit['ids'][0]} {limit['revision']}, {limit['split']}"
     if facts["source"] not in limit["sources"]:
         return Finding(FAIL, facts["source"], asked)
     if facts["source"] != "hub":
-        shown = f"{facts['file']}, SHA-256 {facts['file_sha256']}; its origin cannot be proven"
-        return found(bool(facts["file"]), shown, asked)
+        shown = f"{facts['file']}, SHA-256 {facts['file_sha256']}"
+        return doubtful(found(bool(facts["file"]), shown, asked), UNPROVABLE)
     good = facts["hub_id"] in limit["ids"]
     good = good and all(facts[key] == limit[key] for key in ("revision", "split"))
     return found(good, f"{facts['hub_id']} {facts['revision']}, {facts['split']}", asked)
@@ -104,14 +112,32 @@ def prompt_template(evidence: Evidence, limit: Mapping[str, str]) -> Finding:
 
 @check("calibration-list")
 def calibration_list(evidence: Evidence, limit: Mapping[str, Any]) -> Finding:
-    """The calibration set is a part of the provided list."""
+    """The calibration set is a part of the provided list; texts of a file are only named so."""
     facts = evidence.facts["calibration"]
     asked = f"a part of the list with SHA-256 {limit['sha256'][:16]}..., {limit['rows']:,} rows"
     if facts is None:
         return Finding(NOT_APPLICABLE, "no calibration set", asked)
     good = facts["list_sha256"] == limit["sha256"] and facts["rows"] <= limit["rows"]
     good = good and facts["allowed_in_closed"] is True
-    return found(good, f"{facts['rows']:,} rows: {facts['reason']}", asked)
+    finding = found(good, f"{facts['rows']:,} rows: {facts['reason']}", asked)
+    if facts["source"] == "hub":
+        return finding
+    where = facts["file"] or facts["source"]
+    return doubtful(finding, f"texts from {where}, which cannot be proven to be those of the list")
+
+
+@check("calibration-tokens")
+def calibration_tokens(evidence: Evidence, limit: Any) -> Finding:
+    """Token ids agree with those that the source holds, if it holds any."""
+    facts = evidence.facts["calibration"]
+    asked = "the source's token ids, where it has them"
+    if facts is None:
+        return Finding(NOT_APPLICABLE, "no calibration set", asked)
+    compared = facts.get("token_check") or {}
+    state = compared.get("state", NOT_MEASURED)
+    reason = compared.get("reason")
+    shown = f"{state}: {reason}" if reason else state
+    return found(state in ("identical", "not compared"), shown, asked)
 
 
 @check("quantization-described")
@@ -183,6 +209,35 @@ def system_ecc(evidence: Evidence, limit: Any) -> Finding:
     return found(good, shown, "on")
 
 
+@check("system-is-the-one-measured")
+def system_is_the_one_measured(evidence: Evidence, limit: Mapping[str, list[str]]) -> Finding:
+    """The node that is described is the node of every run, with the same packages."""
+    facts = evidence.facts["system"]
+    asked = "host and packages of the runs"
+    differing = {}
+    for scenario in evidence.scenarios.values():
+        for mode, run in (("performance", scenario.performance), ("accuracy", scenario.accuracy)):
+            pairs = list(_host_pairs(facts, run, limit["host"]))
+            if wrong := {key: [mine, theirs] for key, mine, theirs in pairs if mine != theirs}:
+                differing[f"{scenario.name} {mode}"] = wrong
+    if not all((facts.get("host") or {}).get(key) for key in limit["host"]):
+        return Finding(FAIL, "the description does not say which host it is of", asked)
+    shown: Any = {"described, measured": differing} if differing else facts["host"]["hostname"]
+    return found(not differing, shown, asked)
+
+
+def _host_pairs(
+    facts: Mapping[str, Any], run: Record, keys: list[str]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what is compared, its value in the description and its value in a run."""
+    described, measured = facts.get("host") or {}, run.data.get("host") or {}
+    for key in keys:
+        yield key, described.get(key), measured.get(key)
+    stack, tools = facts.get("stack") or {}, run.data.get("tools") or {}
+    for name in sorted(stack.keys() & tools.keys()):
+        yield name, stack[name], tools[name]
+
+
 @check("documents-present")
 def documents_present(evidence: Evidence, limit: list[str]) -> Finding:
     """The documents are there and not empty."""
@@ -209,7 +264,31 @@ def ingress_bandwidth(evidence: Evidence, limit: Any) -> Finding:
 
 
 @check("source-present")
-def source_present(evidence: Evidence, limit: str) -> Finding:
-    """The folder is there and holds files."""
-    files = [path for path in (evidence.root / limit).rglob("*") if path.is_file()]
-    return found(bool(files), f"{len(files)} files", "at least one file")
+def source_present(evidence: Evidence, limit: Mapping[str, Any]) -> Finding:
+    """The workflow's source is there, and its code is what the runs were made with."""
+    folder = evidence.root / limit["folder"] / str(evidence.submission.result["benchmark"])
+    asked = "the source that made the runs"
+    paths = {name: folder / name for name in limit["files"]}
+    missing = [n for n, path in paths.items() if not path.is_file() or not path.stat().st_size]
+    if missing:
+        return Finding(FAIL, {"missing or empty": missing}, asked)
+    if wrong := list(_other_code(evidence, folder / SOURCE)):
+        return Finding(FAIL, {"made with other code": wrong}, asked)
+    count = sum(path.is_file() for path in folder.rglob("*"))
+    revision = evidence.submission.result.get("source") or {}
+    words = (f"commit {revision['commit']}" if revision.get("commit") else "", revision.get("note"))
+    return found(True, ", ".join([f"{count} files", *filter(None, words)]), asked)
+
+
+def _other_code(evidence: Evidence, source: Path) -> Iterator[str]:
+    """Yield the runs whose code hash is not that of the source, or why it has none."""
+    for scenario in evidence.scenarios.values():
+        for mode, run in (("performance", scenario.performance), ("accuracy", scenario.accuracy)):
+            backend = str(run.spec["settings"]["engine"]["backend"])
+            try:
+                code = run_code_hash(source, f"run_{mode}", backend)
+            except FlowError as error:
+                yield f"{scenario.name} {mode}: {error}"
+                continue
+            if code != run.spec["code"]:
+                yield f"{scenario.name} {mode}"

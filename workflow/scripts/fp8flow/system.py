@@ -25,12 +25,9 @@ from fp8flow.log import get_logger
 GIVEN, DETECTED, MISSING = "config", "detected", "not detected"
 NONE = "N/A"
 # Config keys that are no field of the systems JSON.
-_NOT_FIELDS = ("name", "network_data_path")
+_NOT_FIELDS = ("name", "network_data_path", "host_ecc", "accelerator_ecc")
 _VIRTUAL_DISKS = ("loop", "ram", "zram", "dm-", "md", "sr", "nbd", "fd")
 _SECTOR_BYTES = 512
-_ECC = re.compile(r"\bECC\b", re.IGNORECASE)
-_NO_ECC = re.compile(r"(\b(no|non|without|off|disabled)\b[\s:=-]*ECC|ECC\W*(is\s+)?(off|disabled))",
-                     re.IGNORECASE)  # fmt: skip
 _STACK = ("torch", "transformers", "nvidia-modelopt", "mlcommons-loadgen")
 
 logger = get_logger(__name__)
@@ -386,31 +383,38 @@ class AcceleratorFields:
         return self._each(lambda d: f"NVLink, {d.nvlinks} links" if d.nvlinks else "PCIe")
 
 
+def stack_versions() -> dict[str, str]:
+    """Return the versions of the packages that matter, those that are installed."""
+    versions = {}
+    for name in _STACK:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
 def other_software(found: Accelerators) -> str:
     """Return Python, driver, CUDA and the packages that matter, with versions."""
     parts = [f"Python {platform.python_version()}"]
     if found.driver:
         parts.append(f"NVIDIA driver {found.driver} (CUDA {found.cuda})")
-    for name in _STACK:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            parts.append(f"{name} {metadata.version(name)}")
+    parts += [f"{name} {version}" for name, version in stack_versions().items()]
     libc = " ".join(platform.libc_ver()).strip()
     return ", ".join([*parts, libc] if libc else parts)
 
 
-def ecc_state(detected: bool | None, *statements: str | None) -> dict[str, Any]:
-    """Return whether ECC is on, and how that is known.
+def ecc_state(detected: bool | None, stated: bool | None) -> dict[str, Any]:
+    """Return whether ECC is on, and how that is known; where two sources differ it is off.
 
     Args:
         detected: what the hardware says; None if nothing.
-        statements: texts of the configuration in which "ECC" counts as a statement.
+        stated: what the configuration says; None if nothing.
     """
-    if detected is not None:
-        return {"on": detected, "origin": DETECTED}
-    for text in statements:
-        if text and _ECC.search(text):
-            return {"on": not _NO_ECC.search(text), "origin": GIVEN}
-    return {"on": None, "origin": MISSING}
+    known = {DETECTED: detected, GIVEN: stated}
+    said = {origin: on for origin, on in known.items() if on is not None}
+    if not said:
+        return {"on": None, "origin": MISSING}
+    on = all(said.values())
+    return {"on": on, "origin": next(origin for origin, value in said.items() if value == on)}
 
 
 def _all_ecc(found: Accelerators) -> bool | None:
@@ -430,7 +434,7 @@ def describe_system(
 
     Returns:
         name, fields, origins, not_detected (fields without a value), ecc (host, accelerators),
-        nics, accelerators, accelerator_note, network_data_path.
+        nics, accelerators, accelerator_note, network_data_path, stack (versions by package).
     """
     host = host or Host()
     found = found if found is not None else read_accelerators()
@@ -443,21 +447,21 @@ def describe_system(
             description.set(key, settings[key], lambda: None)
     empty = [key for key, origin in description.origins.items() if origin == MISSING]
     logger.info("system %s: %d fields without a value: %s", settings["name"], len(empty), empty)
-    notes = settings.get("hw_notes")
-    on_gpu = ecc_state(_all_ecc(found), settings.get("accelerator_memory_configuration"), notes)
+    on_gpu = ecc_state(_all_ecc(found), settings.get("accelerator_ecc"))
     return {
         "name": settings["name"],
         "fields": description.fields,
         "origins": description.origins,
         "not_detected": empty,
         "ecc": {
-            "host": ecc_state(host.ecc(), settings.get("host_memory_configuration"), notes),
+            "host": ecc_state(host.ecc(), settings.get("host_ecc")),
             "accelerators": on_gpu if gpus.count else {"on": None, "origin": NONE},
         },
         "nics": [vars(nic) for nic in host.nics()],
         "accelerators": [vars(device) for device in found.devices],
         "accelerator_note": found.note,
         "network_data_path": settings.get("network_data_path"),
+        "stack": stack_versions(),
     }
 
 
