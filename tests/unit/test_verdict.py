@@ -398,6 +398,15 @@ def test_breaking_one_rule_fails_that_rule_alone(evidence: Evidence, name: str) 
         ("latency-tpot", change("Server", "performance", "latency_ns/tpot/source", "queries")),
         ("output-tokens-max", change("Server", "accuracy", "tokens/output_max", 129)),
         ("greedy-decoding", change("Server", "accuracy", "settings/request_fields", {"top_k": 5})),
+        *(
+            ("greedy-decoding", change("Server", "performance", "settings/request_fields", fields))
+            for fields in (
+                {"repetition_penalty": 1.3},
+                {"ignore_eos": True},
+                {"min_tokens": 128},
+                {"stop": ["."]},
+            )
+        ),
         ("prefix-reuse-off", fact("probe/prefix_reuse", True)),
         ("prefix-reuse-off", fact("probe/reuse", None)),
         ("same-system", fact("checkpoint/digest", "another")),

@@ -310,17 +310,24 @@ def output_tokens_min(_: Evidence, scenario: Scenario, limit: int) -> Finding:
 
 
 @check("greedy-decoding")
-def greedy_decoding(_: Evidence, scenario: Scenario, limit: Mapping[str, list[Any]]) -> Finding:
-    """No request field asks for sampling; the common part of a request is greedy."""
+def greedy_decoding(
+    _: Evidence, scenario: Scenario, limit: Mapping[str, list[Any] | None]
+) -> Finding:
+    """Every request field is known to leave decoding greedy; the common part of a request is.
+
+    ``limit`` lists the values that a field may have; None: it cannot change the answer.
+    """
     fields = per_mode(scenario, lambda run: run.result["settings"].get("request_fields"))
-    wrong = {
-        f"{mode} {key}": value
-        for mode, given in fields.items()
-        for key, value in (given or {}).items()
-        if key in limit and value not in limit[key]
-    }
     if None in fields.values():
         return Finding(FAIL, NOT_MEASURED, "greedy")
+    given = {
+        f"{mode} {key}": (key, value) for mode in fields for key, value in fields[mode].items()
+    }
+    wrong = {
+        name: value
+        for name, (key, value) in given.items()
+        if key not in limit or (limit[key] is not None and value not in (limit[key] or ()))
+    }
     return found(not wrong, wrong or "greedy", "greedy")
 
 
