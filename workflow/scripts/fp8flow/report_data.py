@@ -171,8 +171,10 @@ def run_state(record: Record | None) -> Cell:
         return Cell(str(result.get("state", "unknown")), str(result.get("reason") or ""), "bad")
     if failed := (result.get("counts") or {}).get("failed"):
         return Cell("complete", f"{failed:,} queries failed", "bad")
-    if (result.get("loadgen") or {}).get("valid") is False:
-        return Cell("invalid", "LoadGen says INVALID; its reasons are in the run's section", "bad")
+    loadgen = result.get("loadgen") or {}
+    if loadgen.get("valid") is False:
+        why = str(loadgen.get("invalid_reason") or "it gives no reason").strip()
+        return Cell("invalid", f"LoadGen says INVALID: “{why}”", "bad")
     return Cell("complete", "", "good")
 
 
