@@ -25,7 +25,7 @@ from plan import copy_checkout
 
 from fp8flow.code_hash import INFRASTRUCTURE, closure
 from fp8flow.config import demo_config
-from fp8flow.pipeline import PROGRAMS
+from fp8flow.pipeline import BACKENDS, PROGRAMS
 from fp8flow.records import read_record, verify_record
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,9 @@ def test_jobs_used_no_module_that_their_code_hash_misses(done: Path) -> None:
     scripts = done / "workflow" / "scripts"
     for path in filter(is_record, (done / "results").rglob("*.json")):
         data = read_record(path).data
-        files = closure(scripts, PROGRAMS[data["rule"]].scripts)
+        serves = "engine" in data["spec"]["settings"]
+        backend = BACKENDS["transformers"].scripts if serves else ()
+        files = closure(scripts, PROGRAMS[data["rule"]].scripts + backend)
         known = {".".join(f.relative_to(scripts).with_suffix("").parts) for f in files}
         known |= {name.removesuffix(".__init__") for name in known} | INFRASTRUCTURE
         assert set(data["modules"]) <= known, path
