@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8flow.pipeline import PROGRAMS
+from write_conda_env import conda_env
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
 COMMANDS = sorted(path.name for path in SCRIPTS.glob("*.py") if not path.name.startswith("write_"))
@@ -74,6 +75,10 @@ def test_every_module_imports_without_heavy_packages() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert shown.stdout.strip() == "[]", shown.stderr
+
+
+def test_conda_environment_is_in_step_with_the_lock() -> None:
+    assert (SCRIPTS.parents[1] / "envs" / "fp8flow.yaml").read_text() == conda_env()
 
 
 def test_show_spec_names_what_exists() -> None:
