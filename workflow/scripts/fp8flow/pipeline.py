@@ -372,19 +372,19 @@ class Pipeline:
         Args:
             workdir: the folder that the results folder is relative to.
         """
+        # Each record is read once: it is looked at for itself and as the input of others.
+        records = {name: _read_or_none(workdir / name) for name in self.products}
         found = []
-        for product in self.products.values():
-            path = workdir / product.record
-            if path.exists():
-                reasons = tuple(self._differences(product, workdir))
+        for name, product in self.products.items():
+            if (workdir / name).exists():
+                reasons = tuple(self._differences(product, records))
                 if reasons:
                     found.append(Stale(product, reasons))
         return found
 
-    def _differences(self, product: Product, workdir: Path) -> Iterator[str]:
-        try:
-            record = read_record(workdir / product.record)
-        except FlowError:
+    def _differences(self, product: Product, records: Mapping[str, Record | None]) -> Iterator[str]:
+        record = records[product.record]
+        if record is None:
             yield "its record is damaged or was edited"
             return
         spec = record.spec
@@ -394,18 +394,17 @@ class Pipeline:
             yield "its code changed"
         yield from _lost_files(record)
         for needed in product.needs.values():
-            yield from self._input_differences(record, needed, workdir)
+            yield from self._input_differences(record, needed, records[needed])
 
-    def _input_differences(self, record: Record, needed: str, workdir: Path) -> Iterator[str]:
-        try:
-            source = read_record(workdir / needed)
-        except FlowError:
+    def _input_differences(
+        self, record: Record, needed: str, source: Record | None
+    ) -> Iterator[str]:
+        if source is None:
             if self.products[needed].rule not in BULKY:
                 yield f"{needed} is missing"
             elif self.lineage(needed) not in record.data["input_lineages"]:
                 yield f"{needed} is missing, and was made from other settings"
-            return
-        if source.digest not in record.data["inputs"].values():
+        elif source.digest not in record.data["inputs"].values():
             yield f"{needed} changed"
 
     def lineage(self, record: str) -> str:
@@ -413,6 +412,13 @@ class Pipeline:
         product = self.products[record]
         sources = {self.lineage(needed) for needed in product.needs.values()}
         return lineage(product.spec.as_dict(), sources)
+
+
+def _read_or_none(path: Path) -> Record | None:
+    try:
+        return read_record(path)
+    except FlowError:
+        return None
 
 
 def _lost_files(record: Record) -> Iterator[str]:
