@@ -10,19 +10,9 @@ from pathlib import Path
 from fp8flow.articles import Source
 from fp8flow.cli import script_main
 from fp8flow.dataset import build_dataset
-from fp8flow.prompts import load_tokenizer, tokenizer_sha256
+from fp8flow.prompts import add_data_arguments, open_tokenizer, tokenizer_sha256
 from fp8flow.records import build_product, verify_record
 from fp8flow.spec import Spec
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add this command's arguments."""
-    parser.add_argument(
-        "--model", type=Path, required=True, help="manifest of the model (results/model/...)"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, help="manifest to write; samples.parquet is beside it"
-    )
 
 
 def run(args: argparse.Namespace, spec: Spec) -> None:
@@ -37,8 +27,7 @@ def run(args: argparse.Namespace, spec: Spec) -> None:
         revision=settings["revision"],
     )
     model = verify_record(args.model)
-    trusted = model.spec["settings"].get("model", {}).get("trust_remote_code", False)
-    tokenizer = load_tokenizer(model.root, trust_remote_code=trusted)
+    tokenizer = open_tokenizer(model)
     with build_product(args.output, spec, inputs={"model": model}) as product:
         product.result = build_dataset(
             product.folder,
@@ -52,4 +41,4 @@ def run(args: argparse.Namespace, spec: Spec) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(script_main(__doc__, add_arguments, run))
+    sys.exit(script_main(__doc__, add_data_arguments, run))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from fp8flow.errors import FlowError
-from fp8flow.records import sha256_file
+from fp8flow.records import Record, sha256_file
 from fp8flow.spec import canonical_json, sha256_text
 
 Template = Literal["reference", "chat"]
@@ -59,6 +60,22 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FlowError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the commands that make a data set."""
+    parser.add_argument(
+        "--model", type=Path, required=True, help="manifest of the model (results/model/...)"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="manifest to write; samples.parquet is beside it"
+    )
+
+
+def open_tokenizer(model: Record) -> Any:
+    """Return the tokenizer of a model product."""
+    trusted = model.spec["settings"].get("model", {}).get("trust_remote_code", False)
+    return load_tokenizer(model.root, trust_remote_code=trusted)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
