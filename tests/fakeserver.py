@@ -71,6 +71,10 @@ class Options:
     truncate: bool = field(default=False, metadata={"help": "stream ends early, no [DONE]"})
     no_done: bool = field(default=False, metadata={"help": "full answer but no [DONE]"})
     role_only_first: bool = field(default=False, metadata={"help": "first event has no text"})
+    silent_first: bool = field(default=False, metadata={"help": "first token has no text"})
+    prompt_token_ids: bool = field(
+        default=False, metadata={"help": "the first event repeats the prompt's ids, as vLLM's does"}
+    )
     no_token_ids: bool = field(default=False, metadata={"help": "stream text only"})
     no_usage: bool = field(default=False, metadata={"help": "no usage in the stream"})
     bad_token_id: str = field(
@@ -209,7 +213,10 @@ class FakeServer:
             ids = [*ids[: options.early_stop_tokens - 1], EOS_ID]
             length = -1
         reason = "length" if length == max_tokens else "stop"
-        return Answer(ids, [word(i) for i in ids], reason)
+        pieces = [word(i) for i in ids]
+        if options.silent_first:
+            pieces[0] = ""
+        return Answer(ids, pieces, reason)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         options = self.options
@@ -256,7 +263,7 @@ class FakeServer:
             usage["prompt_tokens_details"] = {"cached_tokens": len(body["prompt"])}
         if not body.get("stream"):
             return await self._whole(answer, usage)
-        return await self._stream(request, answer, usage)
+        return await self._stream(request, answer, usage, body["prompt"])
 
     async def _pause(self, milliseconds: float) -> None:
         if milliseconds > 0:
@@ -293,7 +300,11 @@ class FakeServer:
         )
 
     async def _stream(
-        self, request: web.Request, answer: Answer, usage: dict[str, Any]
+        self,
+        request: web.Request,
+        answer: Answer,
+        usage: dict[str, Any],
+        prompt: list[int] | str,
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -302,7 +313,7 @@ class FakeServer:
             await self._pause(self.options.tpot_ms)
         # A client that is gone, or that we have cut off, is no error of this server.
         with contextlib.suppress(ConnectionError):
-            await self._write_tokens(request, response, answer)
+            await self._write_tokens(request, response, answer, prompt)
             if not self.options.truncate:
                 await self._write_end(response, usage)
             if self.options.stay_open:
@@ -311,7 +322,11 @@ class FakeServer:
         return response
 
     async def _write_tokens(
-        self, request: web.Request, response: web.StreamResponse, answer: Answer
+        self,
+        request: web.Request,
+        response: web.StreamResponse,
+        answer: Answer,
+        prompt: list[int] | str,
     ) -> None:
         options = self.options
         step = max(1, options.tokens_per_chunk)
@@ -328,7 +343,10 @@ class FakeServer:
             last = start + step >= len(answer.ids)
             reason = answer.finish_reason if last else None
             text = "".join(answer.pieces[start : start + step])
-            await self._write(response, self._chunk(self._choice(text, ids, reason)))
+            choice = self._choice(text, ids, reason)
+            if options.prompt_token_ids:
+                choice["prompt_token_ids"] = None if start else prompt
+            await self._write(response, self._chunk(choice))
             await self._fault_after_first(response)
 
     async def _fault_after_first(self, response: web.StreamResponse) -> None:

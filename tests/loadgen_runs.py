@@ -38,7 +38,7 @@ def write_job(folder: Path, base_url: str, rows: int = 32, **job: Any) -> Path:
     """Write a demo-sized job.json, its data set beside it; ``folder / "1"`` is the attempt."""
     content = {
         "dataset": str(write_dataset(folder / "samples.parquet", rows)),
-        "base_url": base_url,
+        "base_urls": [base_url],
         "model": "fake",
         "scenario": "Offline",
         "mode": "performance",

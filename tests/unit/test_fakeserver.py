@@ -150,7 +150,7 @@ def test_concurrency_limit() -> None:
 
     with fakeserver.running(max_concurrency=2, ttft_ms=20, tokens=2) as server:
         bodies = [request_body("fake", [i], 2, {}) for i in range(8)]
-        done = run_requests(server.base_url, bodies, max_connections=8, timeout_s=10)
+        done = run_requests([server.base_url], bodies, max_connections=8, timeout_s=10)
         assert [completion.error for completion in done] == [None] * 8
         # Four rounds of two: the last answer cannot come before the others are through.
         assert max(c.done_ns - c.sent_ns for c in done) >= 4 * 20e6

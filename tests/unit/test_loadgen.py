@@ -141,6 +141,8 @@ def test_user_conf_of_official_and_explicit_runs(tmp_path: Path) -> None:
         ({"official": True, "ttft_limit_ms": 5.0}, "official"),
         ({"audit_config": "/does/not/exist"}, "audit_config"),
         ({"max_conections": 3}, "max_conections"),
+        ({"base_urls": []}, "base_urls"),
+        ({"base_urls": "http://x"}, "base_urls"),
     ],
 )
 def test_wrong_jobs_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -193,6 +195,30 @@ def test_answers_without_text_are_counted_as_empty(tmp_path: Path) -> None:
     assert {row["status"] for row in rows_of(tmp_path)} == {"empty"}
     errors = parse_detail(tmp_path / "1" / "mlperf_log_detail.txt").errors
     assert sum(errors.values()) > 0  # LoadGen refuses one-token answers; the run result says so
+
+
+def test_tokens_without_text_are_an_answer(tmp_path: Path) -> None:
+    status, outcome, _ = loadgen_runs.run_worker(
+        tmp_path, {"silent_first": True, "early_stop_tokens": 2}, rows=4, min_duration_ms=1
+    )
+    assert status == 0
+    assert outcome is not None
+    assert outcome["counts"]["empty"] == 0
+    assert {row["status"] for row in rows_of(tmp_path)} == {"ok"}
+    assert {row["text"] for row in rows_of(tmp_path, "outputs")} == {""}
+
+
+@pytest.mark.parametrize("scenario", ["Offline", "Server"])
+def test_servers_get_equal_shares_in_order_of_issue(tmp_path: Path, scenario: str) -> None:
+    with fakeserver.running(ttft_ms=5) as one, fakeserver.running(ttft_ms=5) as other:
+        job = loadgen_runs.write_job(
+            tmp_path, one.base_url, base_urls=[one.base_url, other.base_url], scenario=scenario
+        )
+        assert loadgen_runs.start_worker(job).wait(60) == 0
+        assert [server.stats()["completed"] for server in (one, other)] == [16, 16]
+    table = pq.read_table(tmp_path / "1" / "queries.parquet")
+    assert str(table.schema.field("server").type) == "int16"
+    assert table["server"].to_pylist() == [0, 1] * 16
 
 
 def test_usage_is_compared_with_the_streamed_ids(tmp_path: Path) -> None:
@@ -266,7 +292,7 @@ def test_token_array() -> None:
         # Requests that never end, whatever their timeout says.
         (
             "loadgen._STALL_MARGIN_S = 0.0\nopen_it = client.CompletionClient.open\n"
-            "loadgen.CompletionClient.open = lambda url, size, _: open_it(url, size, 1e4)",
+            "loadgen.CompletionClient.open = lambda urls, size, _: open_it(urls, size, 1e4)",
             "none of 4 open queries ended in 1 s",
         ),
     ],

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import smalltokenizer
+from rouge_score.rouge_scorer import RougeScorer
 
 from fp8flow.errors import FlowError
 from fp8flow.prompts import load_tokenizer
@@ -20,6 +21,7 @@ from fp8flow.scoring import (
     METRICS,
     Responses,
     SampleScore,
+    _load_metric,
     accuracy_text,
     clean_up,
     compare_with_client,
@@ -134,6 +136,31 @@ def test_more_processes_give_the_same_scores(
     one = score_all(many, targets, model, processes=1)
     assert score_all(many, targets, model, processes=2) == one
     assert len(one) == 150
+
+
+@pytest.mark.parametrize("use_stemmer", [True, False])
+def test_metric_equals_rouge_score_bit_by_bit(tmp_path: Path, use_stemmer: bool) -> None:
+    rows = smalltokenizer.demo_rows()
+    odd = [
+        "",
+        " ",
+        "Running runners ran; dying, lying: skies!",
+        "na\u00efve \u4e2d\u6587 x2 RUNNING",
+    ]
+    split = load_splitter().tokenize
+    targets = ["\n".join(split(row["highlights"])) for row in rows] + odd
+    predictions = ["\n".join(split(row["article"][:900])) for row in rows] + odd[::-1]
+    metric = _load_metric(tmp_path)
+    found = [
+        metric.compute(predictions=predictions, references=targets, use_stemmer=use_stemmer)
+        for _ in range(2)  # the second time all stems are known
+    ]
+    scorer = RougeScorer(list(METRICS), use_stemmer=use_stemmer)
+    expected = [scorer.score(*pair) for pair in zip(targets, predictions, strict=True)]
+    for name in METRICS:
+        values = [score[name].fmeasure for score in expected]
+        assert found[0][name] == found[1][name] == values
+        assert len(set(values)) > 20
 
 
 def test_stemmer_is_used(tokenizer: Any, model: Path) -> None:

@@ -81,12 +81,13 @@ def token_array(ids: Sequence[int]) -> array.array[int]:
 class Query:
     """One query: what LoadGen asked, when, and what came of it."""
 
-    __slots__ = ("completion", "first_reported", "index", "issued_ns", "query_id")
+    __slots__ = ("completion", "first_reported", "index", "issued_ns", "query_id", "server")
 
     def __init__(self, query_id: int, index: int, issued_ns: int) -> None:
         self.query_id = query_id
         self.index = index
         self.issued_ns = issued_ns
+        self.server = 0
         self.completion: Completion | None = None
         self.first_reported = False
 
@@ -161,6 +162,8 @@ class LoadGenRun:
     # The loop's thread ------------------------------------------------------------------------
 
     def _submit(self, queries: list[Query]) -> None:
+        for number, query in enumerate(queries, len(self.queries)):
+            query.server = number % len(self._job.base_urls)
         self.queries.extend(queries)
         self._waiting.extend(queries)
         self._fill()
@@ -178,6 +181,7 @@ class LoadGenRun:
             task = self._loop.create_task(
                 self._client.stream(
                     self._bodies[query.index],
+                    query.server,
                     partial(self._report_first, query),
                     partial(self._report_done, query),
                 )
@@ -316,7 +320,7 @@ class LoadGenRun:
         self._loop = asyncio.get_running_loop()
         self._install_signal_handlers()
         async with CompletionClient.open(
-            job.base_url, job.max_connections, job.request_timeout_s
+            job.base_urls, job.max_connections, job.request_timeout_s
         ) as self._client:
             thread = threading.Thread(target=self._drive, args=(settings,), daemon=True)
             gc.collect()
@@ -379,6 +383,8 @@ def run_job(job: LoadJob) -> dict[str, Any]:
     Raises:
         FlowError: if the job cannot be started.
     """
+    import uvloop
+
     bodies, lengths = read_bodies(job)
     job.output_dir.mkdir(parents=True, exist_ok=True)
     user_conf = job.output_dir / "user.conf"
@@ -386,7 +392,7 @@ def run_job(job: LoadJob) -> dict[str, Any]:
     user_conf.write_text(text, encoding="utf-8")
     settings = make_settings(job, len(bodies), user_conf)
     run = LoadGenRun(job, bodies, _encoder(job.tokenizer))
-    asyncio.run(run.execute(settings))
+    uvloop.run(run.execute(settings))
     how = write_queries(run, job, lengths)
     write_outputs(run, job)
     result = outcome(run, job, text) | {"scheduled": how}

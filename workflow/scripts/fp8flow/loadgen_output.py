@@ -36,11 +36,16 @@ def _schedule(run: LoadGenRun, job: LoadJob) -> tuple[list[int | None], str]:
     return [origin + time_ns for time_ns in schedule], how
 
 
+def _is_empty(completion: Completion) -> bool:
+    """Tell whether an answer holds nothing but its end: no text and at most one token."""
+    return not completion.text and len(completion.token_ids or ()) <= 1
+
+
 def _query_row(
     query: Query, scheduled: int | None, start_ns: int, lengths: Sequence[int]
 ) -> dict[str, Any]:
     completion = query.completion or Completion(error="aborted", detail="the run ended before")
-    status = "failed" if completion.error else "ok" if completion.text else "empty"
+    status = "failed" if completion.error else "empty" if _is_empty(completion) else "ok"
 
     def relative(value: int | None) -> int | None:
         return value - start_ns if value else None
@@ -48,6 +53,7 @@ def _query_row(
     return {
         "id": query.query_id,
         "index": query.index,
+        "server": query.server,
         "scheduled_ns": scheduled,
         "issued_ns": relative(query.issued_ns),
         "sent_ns": relative(completion.sent_ns),
@@ -76,7 +82,7 @@ def write_queries(run: LoadGenRun, job: LoadJob, lengths: Sequence[int]) -> str:
     counts = ("input_tokens", "output_tokens", "usage_tokens")
     texts = ("status", "finish_reason", "error", "detail")
     schema = pa.schema(
-        [("id", pa.uint64()), ("index", pa.int64())]
+        [("id", pa.uint64()), ("index", pa.int64()), ("server", pa.int16())]
         + [(name, pa.int64()) for name in times]
         + [(name, pa.int32()) for name in counts]
         + [(name, pa.string()) for name in texts]
@@ -124,7 +130,7 @@ def _versions() -> dict[str, str]:
     import platform
     from importlib import metadata
 
-    names = ("mlcommons-loadgen", "aiohttp", "pyarrow")
+    names = ("mlcommons-loadgen", "aiohttp", "uvloop", "pyarrow")
     return {name: metadata.version(name) for name in names} | {"python": platform.python_version()}
 
 
@@ -146,7 +152,7 @@ def outcome(run: LoadGenRun, job: LoadJob, user_conf: str) -> dict[str, Any]:
             "issued": len(run.queries),
             "completed": run.completed,
             "failed": failed,
-            "empty": sum(1 for c in answers if not c.text),
+            "empty": sum(map(_is_empty, answers)),
             "failures_by_kind": failures,
             "first_failure": run.first_failure,
         },

@@ -7,11 +7,12 @@ Inference v6.1). LoadGen reads them correctly only once per process: one process
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from fp8flow.client import request_body
+from fp8flow.client import check_urls, request_body
 from fp8flow.errors import FlowError
 
 # MLPerf Inference v6.1, llama3.1-8b in datacenter: data set size, seeds and latency limits.
@@ -36,7 +37,7 @@ class LoadJob:
 
     Attributes:
         dataset: samples.parquet of the evaluation set.
-        base_url: ``http://host:port`` of the server.
+        base_urls: ``http://host:port`` of each server; queries go to them in turn.
         model: served model name.
         scenario: Offline, Server or Interactive (LoadGen's Server with tighter limits).
         mode: performance or accuracy.
@@ -49,7 +50,7 @@ class LoadJob:
         tpot_limit_ms: p99 TPOT limit; None: the benchmark's. Not with ``official``.
         max_output_tokens: cap on the answer's length.
         min_output_tokens: shorter answers are counted in the outcome.
-        max_connections: most requests in flight at the server.
+        max_connections: most requests in flight, at all servers together.
         request_timeout_s: a request that takes longer fails.
         request_fields: fields of the request body that the backend needs beyond the common ones.
         output_dir: attempt folder; gets the logs, queries.parquet, outcome.json.
@@ -60,7 +61,7 @@ class LoadJob:
     """
 
     dataset: Path
-    base_url: str
+    base_urls: Sequence[str]
     model: str
     scenario: str
     mode: str
@@ -83,6 +84,7 @@ class LoadJob:
     progress_interval_s: float = 5.0
 
     def __post_init__(self) -> None:
+        check_urls(self.base_urls)
         for name, value, allowed in (
             ("scenario", self.scenario, tuple(LOADGEN_MODELS)),
             ("mode", self.mode, MODES),
