@@ -6,17 +6,21 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from tiny_llama import LLAMA3_SCALING, THETA, build_model, save_tokenizer
 
+from fp8flow import synthetic_model
 from fp8flow.errors import FlowError
 from fp8flow.gguf_model import find_gguf
 from fp8flow.model import fetch_model
 from fp8flow.model_folder import check_model_folder
 from fp8flow.records import read_record, verify_record
+from fp8flow.rope import Rope, check_export
+from fp8flow.synthetic_model import write_synthetic
 
 SCRIPT = Path(__file__).parents[2] / "workflow" / "scripts" / "fetch_model.py"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -293,6 +297,70 @@ def test_synthetic_weights_follow_the_seed(tokenizer_folder, tmp_path):
         fetch_model(synthetic(tokenizer_folder, seed=seed), folder)
         bodies.append(b"".join(p.read_bytes() for p in sorted(folder.glob("*.safetensors"))))
     assert bodies[0] == bodies[1] != bodies[2]
+
+
+def test_synthetic_weights_do_not_depend_on_the_number_of_threads(tmp_path):
+    bodies = []
+    for threads in (1, 3, 16):
+        folder = tmp_path / str(threads)
+        save_tokenizer(folder)
+        write_synthetic({**GEOMETRY, "num_hidden_layers": 7}, folder, threads)
+        bodies.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert bodies[0] == bodies[1] == bodies[2]
+    shards = {name for name in bodies[0] if name.endswith(".safetensors")}
+    assert shards == {f"model-{number:05d}-of-00009.safetensors" for number in range(1, 10)}
+
+
+def test_failed_draw_is_reported_and_the_rest_is_not_drawn(tmp_path, monkeypatch):
+    save_tokenizer(tmp_path)
+    drawn, real = [], synthetic_model._draw
+
+    def draw(name, shape, seed):
+        drawn.append(name)
+        if name == "model.layers.0.self_attn.q_proj.weight":
+            raise MemoryError(name)
+        time.sleep(0.01)
+        return real(name, shape, seed)
+
+    monkeypatch.setattr(synthetic_model, "_draw", draw)
+    with pytest.raises(MemoryError, match="q_proj"):
+        write_synthetic({**GEOMETRY, "num_hidden_layers": 60}, tmp_path, 2)
+    assert len(drawn) < 270
+
+
+def generated(**changes):
+    geometry = {**GEOMETRY, "tokenizer": "generated", "vocab_size": 128256, "hidden_size": 16}
+    return settings(source="synthetic", synthetic={**geometry, **changes})
+
+
+def test_generated_tokenizer_has_the_size_of_the_vocabulary(folder):
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    result = fetch_model(generated(), folder)
+    assert any("generated tokenizer" in note for note in result["notes"])
+    assert result["submittable"] is False
+    assert result["rope"] == {"theta": THETA, "scaling": LLAMA3_SCALING}
+    assert len(AutoTokenizer.from_pretrained(folder)) == 128256
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.bos_token_id, config.eos_token_id) == (128000, 128009)
+    assert config.vocab_size == 128256
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == 128009
+    raw = json.loads((folder / "config.json").read_text())
+    assert raw["rope_scaling"] == LLAMA3_SCALING
+    check_export(folder / "config.json", Rope(THETA, LLAMA3_SCALING))
+
+
+def test_generated_tokenizer_of_another_size(folder):
+    from transformers import AutoConfig
+
+    fetch_model(generated(vocab_size=500), folder)
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.bos_token_id, config.eos_token_id) == (496, 499)
+
+
+def test_vocabulary_too_small_to_generate_is_refused(folder):
+    message = fetch_error(folder, **generated(vocab_size=100))
+    assert "vocab_size is 100" in message
 
 
 def test_tied_synthetic_model_has_no_head(tokenizer_folder, folder):

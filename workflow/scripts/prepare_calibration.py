@@ -13,6 +13,7 @@ from fp8flow.cli import script_main
 from fp8flow.prompts import add_data_arguments, open_tokenizer, tokenizer_sha256
 from fp8flow.records import build_product, verify_record
 from fp8flow.spec import Spec
+from fp8flow.synthetic_data import read_lengths
 
 
 def run(args: argparse.Namespace, spec: Spec) -> None:
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace, spec: Spec) -> None:
         path=Path(settings["path"]) if settings["path"] else None,
         hub_id=dataset["id"],
         revision=dataset["revision"],
+        lengths=read_lengths(settings),
     )
     origin = settings["id_list"]
     id_list = read_id_list(origin, settings["id_list_sha256"]) if origin else None

@@ -13,6 +13,7 @@ from fp8flow.dataset import build_dataset
 from fp8flow.prompts import add_data_arguments, open_tokenizer, tokenizer_sha256
 from fp8flow.records import build_product, verify_record
 from fp8flow.spec import Spec
+from fp8flow.synthetic_data import read_lengths
 
 
 def run(args: argparse.Namespace, spec: Spec) -> None:
@@ -25,6 +26,7 @@ def run(args: argparse.Namespace, spec: Spec) -> None:
         path=Path(settings["path"]) if settings["path"] else None,
         hub_id=settings["id"],
         revision=settings["revision"],
+        lengths=read_lengths(settings),
     )
     model = verify_record(args.model)
     tokenizer = open_tokenizer(model)

@@ -1,5 +1,7 @@
 """Where articles come from: the demo files, the hub, MLCommons JSON, local parquet or JSONL.
 
+A synthetic set has no articles; its rows are in :mod:`fp8flow.synthetic_data`.
+
 Every source is an iterator, so that memory stays bounded whatever the number of rows.
 """
 
@@ -16,6 +18,7 @@ from typing import IO, Any, Literal, TypeVar
 
 from fp8flow.errors import FlowError
 from fp8flow.log import get_logger
+from fp8flow.synthetic_data import SYNTHETIC, Lengths
 
 Split = Literal["validation", "calibration"]
 Item = TypeVar("Item")
@@ -56,12 +59,13 @@ class Source:
     """What to read: the ``source`` of a config section with all that belongs to it.
 
     Attributes:
-        kind: demo, hub, mlcommons or file.
+        kind: demo, hub, mlcommons, file or synthetic.
         section: config section, for messages.
         split: part of the demo or hub data set.
         path: file of the kinds mlcommons and file.
         hub_id: data set id of the kind hub.
         revision: configuration of the hub data set, for example 3.0.0.
+        lengths: lengths of the kind synthetic.
     """
 
     kind: str
@@ -70,15 +74,16 @@ class Source:
     path: Path | None = None
     hub_id: str = ""
     revision: str = ""
+    lengths: Lengths | None = None
 
     @property
     def file(self) -> Path | None:
-        """The local file that rows are read from; None for the hub.
+        """The local file that rows are read from; None for the hub and for random tokens.
 
         Raises:
             FlowError: if it is not configured or does not exist.
         """
-        if self.kind == "hub":
+        if self.kind in ("hub", SYNTHETIC):
             return None
         path = DEMO_FILES[self.section_split] if self.kind == "demo" else self.path
         if path is None:
@@ -95,6 +100,11 @@ class Source:
     def section_split(self) -> Split:
         """Which demo file belongs to the section."""
         return "calibration" if self.section == "calibration" else "validation"
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether the rows are random tokens instead of articles."""
+        return self.kind == SYNTHETIC
 
     @property
     def has_ids(self) -> bool:

@@ -25,6 +25,7 @@ from fp8flow.dataset import (
     TokenCounts,
     describe_source,
     prepare_samples,
+    synthetic_samples,
     write_samples,
 )
 from fp8flow.errors import FlowError
@@ -209,11 +210,14 @@ def build_calibration(
         FlowError: for rows that cannot be used, missing ids, or too few of them.
     """
     digests, counts, whole, check = Digests(), TokenCounts(), TokenCounts(), TokenCheck()
-
-    rows = select_rows(source, id_list, samples)
+    if source.is_synthetic:
+        _refuse_list(id_list)
+        prepared = synthetic_samples(source, tokenizer, samples)
+    else:
+        prepared = prepare_samples(select_rows(source, id_list, samples), tokenizer, template)
 
     def measured() -> Iterator[list[Sample]]:
-        for batch in prepare_samples(rows, tokenizer, template):
+        for batch in prepared:
             for sample in batch:
                 whole.lengths.append(len(sample.token_ids))
                 if template == "reference":
@@ -226,7 +230,7 @@ def build_calibration(
         counts.lengths.append(len(sample.token_ids))
     reasons = closed_obstacles(source, id_list, template)
     return {
-        **describe_source(source, template),
+        **describe_source(source, template, tokenizer),
         "rows": len(counts.lengths),
         "unique_ids": len(digests.seen),
         "duplicate_ids": digests.duplicates()[:_LISTED],
@@ -241,6 +245,14 @@ def build_calibration(
         "input_tokens": counts.summary(),
         "token_check": check.summary(template),
     }
+
+
+def _refuse_list(id_list: IdList | None) -> None:
+    if id_list is not None:
+        raise FlowError(
+            "calibration.source is synthetic, so calibration.id_list has nothing to choose from; "
+            "set it to null"
+        )
 
 
 def _describe_list(id_list: IdList | None) -> dict[str, Any]:
@@ -267,6 +279,8 @@ def closed_obstacles(source: Source, id_list: IdList | None, template: Template)
             f"the id list is not the official one (SHA-256 {id_list.sha256}, official "
             f"{OFFICIAL_LIST_SHA256})"
         )
+    if source.is_synthetic:
+        reasons.append("random tokens are not an MLPerf calibration set")
     if source.kind == "demo":
         reasons.append("the demo articles are not an MLPerf calibration set")
     official_hub = source.hub_id in OFFICIAL_DATASETS and source.revision == OFFICIAL_REVISION

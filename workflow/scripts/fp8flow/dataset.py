@@ -23,6 +23,7 @@ from fp8flow.prompts import (
     template_sha256,
 )
 from fp8flow.records import sha256_file
+from fp8flow.synthetic_data import NOTE, Lengths, describe, random_rows
 
 # MLPerf Inference v6.1 rules, table of datacenter benchmarks: CNN/DailyMail 3.0.0, validation.
 OFFICIAL_ROWS = 13368
@@ -121,6 +122,42 @@ def prepare_samples(
         triples = zip(batch, prompts, ids, strict=True)
         yield [Sample(start + n, *triple) for n, triple in enumerate(triples)]
         start += len(batch)
+
+
+def asked_lengths(source: Source, samples: int | None) -> tuple[Lengths, int]:
+    """Return lengths and number of the rows of a synthetic set.
+
+    Raises:
+        FlowError: if either is not configured.
+    """
+    if source.lengths is None or samples is None:
+        key = "synthetic" if source.lengths is None else "samples"
+        raise FlowError(
+            f"{source.section}.source is {source.kind}, but {source.section}.{key} is not set; "
+            "random prompts need their lengths and their number"
+        )
+    return source.lengths, samples
+
+
+def synthetic_samples(
+    source: Source, tokenizer: Any, samples: int | None
+) -> Iterator[list[Sample]]:
+    """Yield rows of random tokens in batches; the text of the prompt is a label.
+
+    Raises:
+        FlowError: if lengths or number of rows are missing or impossible.
+    """
+    lengths, rows = asked_lengths(source, samples)
+    index = 0
+    for batch in random_rows(lengths, rows, tokenizer, source.section):
+        prepared = []
+        for row in batch:
+            identity = f"random-{source.section}-{lengths.seed}-{index}"
+            where = f"{source.section}.synthetic, row {index}"
+            article = Article(identity, row.label, row.reference, where)
+            prepared.append(Sample(index, article, row.label, row.token_ids))
+            index += 1
+        yield prepared
 
 
 def schema(*, with_reference: bool) -> Any:
@@ -238,7 +275,11 @@ def build_dataset(
     Raises:
         FlowError: for rows that cannot be used, too few rows, or prompts over the limit.
     """
-    prepared = check_references(prepare_samples(wanted_rows(source, samples), tokenizer, template))
+    if source.is_synthetic:
+        prepared = synthetic_samples(source, tokenizer, samples)
+    else:
+        prepared = prepare_samples(wanted_rows(source, samples), tokenizer, template)
+    prepared = check_references(prepared)
     digests, counts, check = Digests(), TokenCounts(), TokenCheck()
     too_long: list[str] = []
     first_ids: set[int | None] = set()
@@ -254,8 +295,9 @@ def build_dataset(
     _check_row_count(source, len(counts.lengths), samples)
     _check_lengths(too_long, max_input_tokens)
     return {
-        **describe_source(source, template),
+        **describe_source(source, template, tokenizer),
         **_dataset_result(digests, counts),
+        "is_official_size": len(counts.lengths) == OFFICIAL_ROWS and not source.is_synthetic,
         "token_check": _report_check(check, template),
         "starts_with_bos": starts_with_bos(first_ids, tokenizer),
     }
@@ -273,7 +315,6 @@ def _dataset_result(digests: Digests, counts: TokenCounts) -> dict[str, Any]:
         "duplicate_ids": duplicates[:_LISTED],
         **digests.summary(),
         "input_tokens": counts.summary(),
-        "is_official_size": rows == OFFICIAL_ROWS,
     }
 
 
@@ -312,9 +353,22 @@ def _report_check(check: TokenCheck, template: Template) -> dict[str, Any]:
     return summary
 
 
-def describe_source(source: Source, template: Template) -> dict[str, Any]:
-    """Return where rows come from, for a record; file names without their folders."""
+def describe_source(source: Source, template: Template, tokenizer: Any) -> dict[str, Any]:
+    """Return where rows come from, for a record; file names without their folders.
+
+    Args:
+        source: where the rows come from.
+        template: template of the prompts; random tokens have none.
+        tokenizer: tokenizer of the prompts.
+    """
     file = source.file
+    made: dict[str, str | None] = {
+        "ids": "given by the source" if source.has_ids else "SHA-1 of the article",
+        "template": template,
+        "template_sha256": template_sha256(template),
+    }
+    if source.is_synthetic:
+        made = {"ids": "row numbers", "template": "none", "template_sha256": None}
     return {
         "source": source.kind,
         "file": file.name if file else None,
@@ -322,9 +376,9 @@ def describe_source(source: Source, template: Template) -> dict[str, Any]:
         "hub_id": source.hub_id if source.kind == "hub" else None,
         "revision": source.revision if source.kind == "hub" else None,
         "split": source.split if source.kind == "hub" else None,
-        "ids": "given by the source" if source.has_ids else "SHA-1 of the article",
-        "template": template,
-        "template_sha256": template_sha256(template),
+        **made,
+        "synthetic": describe(source.lengths, tokenizer) if source.lengths else None,
+        "notes": [NOTE] if source.is_synthetic else [],
     }
 
 

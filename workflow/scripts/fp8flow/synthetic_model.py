@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,20 @@ from fp8flow.rope import Rope, with_all_spellings
 from fp8flow.weights import INDEX_FILE, write_json
 
 WEIGHT_STD = 0.02
+_BF16_BYTES = 2
+# Bounds the memory: a shard is one layer, the embedding or the head.
+_SHARDS_AT_ONCE = 4
 _logger = get_logger(__name__)
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def _check_geometry(geometry: Mapping[str, Any]) -> None:
+def check_geometry(geometry: Mapping[str, Any]) -> None:
+    """Check that heads and widths fit together.
+
+    Raises:
+        FlowError: naming the values that do not.
+    """
     width, heads = geometry["hidden_size"], geometry["num_attention_heads"]
     kv_heads = geometry["num_key_value_heads"]
     if width % heads:
@@ -71,21 +83,49 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Any:
     return torch.empty(shape, dtype=torch.bfloat16).normal_(0.0, WEIGHT_STD, generator=generator)
 
 
-def _write_shards(geometry: Mapping[str, Any], folder: Path) -> None:
+@dataclass(frozen=True)
+class _Shard:
+    """One file of weights: its tensors by shape, and how many bytes they have."""
+
+    name: str
+    shapes: Shapes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(_BF16_BYTES * math.prod(shape) for shape in self.shapes.values())
+
+
+def _write_shard(shard: _Shard, seed: int, folder: Path, threads: Executor) -> None:
     from safetensors.torch import save_file
 
-    shards = list(shard_shapes(geometry))
-    weight_map: dict[str, str] = {}
-    total_bytes = 0
-    for number, shapes in enumerate(progress(shards, "random weights", unit="shard"), start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: _draw(key, shape, geometry["seed"]) for key, shape in shapes.items()}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(tensors, name))
-        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    write_json(
-        folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    )
+    drawn = [threads.submit(_draw, key, shape, seed) for key, shape in shard.shapes.items()]
+    tensors = {key: task.result() for key, task in zip(shard.shapes, drawn, strict=True)}
+    save_file(tensors, folder / shard.name, metadata={"format": "pt"})
+
+
+def _write_shards(geometry: Mapping[str, Any], folder: Path, threads: int) -> None:
+    every = list(shard_shapes(geometry))
+    shards = [
+        _Shard(f"model-{number:05d}-of-{len(every):05d}.safetensors", shapes)
+        for number, shapes in enumerate(every, start=1)
+    ]
+    weight_map = {key: shard.name for shard in shards for key in shard.shapes}
+    metadata = {"total_size": sum(shard.total_bytes for shard in shards)}
+    write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": weight_map})
+    # The longest work first: one large tensor at the end would be drawn alone.
+    shards.sort(key=lambda shard: shard.total_bytes, reverse=True)
+    drawing, writing = ThreadPoolExecutor(threads), ThreadPoolExecutor(_SHARDS_AT_ONCE)
+    try:
+        tasks = [
+            writing.submit(_write_shard, shard, geometry["seed"], folder, drawing)
+            for shard in shards
+        ]
+        for task in progress(as_completed(tasks), "random weights", len(tasks), unit="shard"):
+            task.result()
+    finally:
+        # After an error or a signal, what has not begun must not be done first.
+        writing.shutdown(cancel_futures=True)
+        drawing.shutdown(cancel_futures=True)
 
 
 def _special_tokens(folder: Path, vocab_size: int) -> dict[str, int]:
@@ -101,16 +141,21 @@ def _special_tokens(folder: Path, vocab_size: int) -> dict[str, int]:
     return {name: value for name, value in ids.items() if value is not None}
 
 
-def write_synthetic(geometry: Mapping[str, Any], folder: Path) -> None:
+def write_synthetic(geometry: Mapping[str, Any], folder: Path, threads: int | None = None) -> None:
     """Write a Llama with random weights to ``folder``, which already holds the tokenizer.
 
-    Every layer is drawn, written and dropped before the next, so memory stays at one layer or
-    the embedding. Equal geometry and seed give equal bytes.
+    Tensors are drawn in parallel, each from a stream of its own, while others are written; memory
+    holds a few shards at most. Equal geometry and seed give equal bytes with any number of threads.
+
+    Args:
+        geometry: the config section ``model.synthetic``.
+        folder: an existing folder.
+        threads: how many tensors are drawn at once; None takes the CPUs of this process.
 
     Raises:
         FlowError: if the geometry is impossible or smaller than the tokenizer.
     """
-    _check_geometry(geometry)
+    check_geometry(geometry)
     special = _special_tokens(folder, geometry["vocab_size"])
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -128,4 +173,4 @@ def write_synthetic(geometry: Mapping[str, Any], folder: Path) -> None:
     rope = Rope(geometry["rope_theta"], geometry["rope_scaling"])
     write_json(folder / "config.json", with_all_spellings(config, rope, "bfloat16"))
     write_json(folder / "generation_config.json", {**special, "do_sample": False})
-    _write_shards(geometry, folder)
+    _write_shards(geometry, folder, threads or len(os.sched_getaffinity(0)))
