@@ -20,13 +20,12 @@ from tiny_llama import (
 )
 
 from fp8flow.accelerator import accelerator_keys, accelerator_lock
+from fp8flow.activation_ranges import equal_length_batches, read_token_rows
 from fp8flow.errors import FlowError
 from fp8flow.quantize import (
     Recipe,
     build_quant_config,
-    equal_length_batches,
     make_checkpoint,
-    read_token_rows,
 )
 from fp8flow.records import verify_record
 from fp8flow.rope import Rope, rope_spellings

@@ -6,31 +6,27 @@ loads without complaint and answers wrongly, so the tensors are checked one by o
 
 from __future__ import annotations
 
-import math
 import re
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from fp8flow.errors import FlowError
 from fp8flow.rope import read_dtype, read_rope
+from fp8flow.scales import REPORTED, read_values, scale_report, value_problems
 from fp8flow.weights import FP8_DTYPE, TensorInfo, read_folder, read_json
 
 STATIC = "FP8"
 DYNAMIC = "FP8_PER_CHANNEL_PER_TOKEN"
 QUANT_CONFIG = "hf_quant_config.json"
-_SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
+# This format calls its scales what the report calls them.
+_SCALES = {kind: kind for kind in REPORTED}
 _KV_SCALES = {"k_proj": "k_scale", "v_proj": "v_scale"}
-_FLOATS = ("BF16", "F16", "F32")
+FLOATS = ("BF16", "F16", "F32")
 # Unquantized by nature: lookups and norms are no matrix products.
 _NEVER_QUANTIZED = re.compile(r"(^|\.)(embed_tokens|wte)$|norm$")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
-# E4M3 without infinities: 0x7E is 448, its largest number; 0x7F is NaN. Bit 7 is the sign.
-_MAGNITUDE_BITS, _MAX_BITS, _NAN_BITS = 0x7F, 0x7E, 0x7F
 _SHOWN_PROBLEMS = 10
 
 
@@ -125,9 +121,10 @@ def _matrices(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     }
 
 
-def _scale_problem(
+def scale_problem(
     tensors: Mapping[str, TensorInfo], name: str, shapes: Sequence[tuple[int, ...]]
 ) -> Iterator[str]:
+    """Yield why a scale that must be there is not float32 of one of the shapes."""
     info = tensors.get(name)
     if info is None:
         yield f"{name} is missing"
@@ -139,24 +136,28 @@ def _module_problems(
     tensors: Mapping[str, TensorInfo], module: str, weight: TensorInfo, claims: Claims
 ) -> Iterator[str]:
     if claims.quant_algo is None or claims.excludes(module):
-        if weight.dtype not in _FLOATS:
+        if weight.dtype not in FLOATS:
             why = "is excluded" if claims.quant_algo else "belongs to an unquantized model"
             yield f"{module}.weight is {weight.dtype}, but the module {why}"
         return
     if weight.dtype != FP8_DTYPE:
         yield f"{module}.weight is {weight.dtype}, but {claims.quant_algo} needs {FP8_DTYPE}"
     if claims.quant_algo == STATIC:
-        yield from _scale_problem(tensors, f"{module}.weight_scale", [(), (1,)])
-        yield from _scale_problem(tensors, f"{module}.input_scale", [(), (1,)])
+        yield from scale_problem(tensors, f"{module}.weight_scale", [(), (1,)])
+        yield from scale_problem(tensors, f"{module}.input_scale", [(), (1,)])
         return
     rows = weight.shape[0]
-    yield from _scale_problem(tensors, f"{module}.weight_scale", [(rows,), (rows, 1)])
+    yield from scale_problem(tensors, f"{module}.weight_scale", [(rows,), (rows, 1)])
     if f"{module}.input_scale" in tensors:
         yield f"{module}.input_scale is there, but {DYNAMIC} takes activation scales at run time"
 
 
+def _kv_scale_names(tensors: Iterable[str]) -> list[str]:
+    return sorted(name for name in tensors if name.endswith((".k_scale", ".v_scale")))
+
+
 def _kv_problems(tensors: Mapping[str, TensorInfo], claims: Claims, layers: int) -> Iterator[str]:
-    present = sorted(name for name in tensors if name.endswith((".k_scale", ".v_scale")))
+    present = _kv_scale_names(tensors)
     if claims.kv_cache_quant_algo is None:
         if present:
             yield f"{len(present)} KV scales are there ({present[0]}), but no KV scheme is claimed"
@@ -166,7 +167,7 @@ def _kv_problems(tensors: Mapping[str, TensorInfo], claims: Claims, layers: int)
         if len(found) != layers:
             yield f"{len(found)} of {layers} layers have a {kind}"
     for name in present:
-        yield from _scale_problem(tensors, name, [(), (1,)])
+        yield from scale_problem(tensors, name, [(), (1,)])
 
 
 def _stray_scales(tensors: Mapping[str, TensorInfo], claims: Claims) -> Iterator[str]:
@@ -180,7 +181,8 @@ def _stray_scales(tensors: Mapping[str, TensorInfo], claims: Claims) -> Iterator
             yield f"{name} is there, but {module} is not quantized"
 
 
-def _unknown_algo(claims: Claims) -> Iterator[str]:
+def unknown_algo(claims: Claims) -> Iterator[str]:
+    """Yield algorithms that fp8flow does not know."""
     if claims.quant_algo not in (None, STATIC, DYNAMIC):
         yield f"quant_algo is {claims.quant_algo}; known are {STATIC}, {DYNAMIC} and none"
     if claims.kv_cache_quant_algo not in (None, "FP8"):
@@ -190,14 +192,19 @@ def _unknown_algo(claims: Claims) -> Iterator[str]:
 def _header_problems(
     tensors: Mapping[str, TensorInfo], claims: Claims, layers: int
 ) -> Iterator[str]:
-    yield from _unknown_algo(claims)
+    yield from unknown_algo(claims)
     for module, weight in _matrices(tensors).items():
         yield from _module_problems(tensors, module, weight, claims)
     yield from _kv_problems(tensors, claims, layers)
     yield from _stray_scales(tensors, claims)
 
 
-def _raise_for(folder: Path, problems: Iterable[str]) -> None:
+def raise_for(folder: Path, problems: Iterable[str]) -> None:
+    """Stop if there are problems.
+
+    Raises:
+        FlowError: listing the first ones.
+    """
     found = list(problems)
     if not found:
         return
@@ -209,106 +216,12 @@ def _raise_for(folder: Path, problems: Iterable[str]) -> None:
     )
 
 
-@dataclass
-class LayerScales:
-    """Scales of one layer, and how many of its FP8 weights sit at the end of the range."""
-
-    scales: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    weights: int = 0
-    at_limit: int = 0
-
-    def add(self, other: LayerScales) -> None:
-        """Take in another layer's numbers."""
-        for kind, values in other.scales.items():
-            self.scales[kind] += values
-        self.weights += other.weights
-        self.at_limit += other.at_limit
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return min, median and max of each kind of scale, and the saturated share."""
-        summary: dict[str, Any] = {kind: _spread(self.scales.get(kind, [])) for kind in _SCALES}
-        summary["saturation"] = self.at_limit / self.weights if self.weights else None
-        return summary
-
-
-def _spread(values: list[float]) -> dict[str, float | int] | None:
-    if not values:
-        return None
-    return {
-        "min": min(values),
-        "median": statistics.median(values),
-        "max": max(values),
-        "count": len(values),
-    }
-
-
-def _layer_of(name: str) -> int | None:
-    match = _LAYER.search(name)
-    return int(match[1]) if match else None
-
-
-def _read_values(
-    tensors: Mapping[str, TensorInfo],
-) -> tuple[dict[int | None, LayerScales], list[str]]:
-    """Read scales and FP8 weights, one tensor at a time.
-
-    Returns:
-        numbers by layer (None: outside the layers), and what is wrong with the values.
-    """
-    from safetensors import safe_open
-
-    layers: dict[int | None, LayerScales] = defaultdict(LayerScales)
-    problems: list[str] = []
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name, info in tensors.items():
-        if info.dtype == FP8_DTYPE or name.rpartition(".")[2] in _SCALES:
-            by_file[info.file].append(name)
-    for path, names in sorted(by_file.items()):
-        with safe_open(path, framework="pt") as file:
-            for name in sorted(names):
-                layer = layers[_layer_of(name)]
-                problems += _take(layer, name, file.get_tensor(name), tensors[name])
-    return layers, problems
-
-
-def _take(layer: LayerScales, name: str, tensor: Any, info: TensorInfo) -> list[str]:
-    if info.dtype == FP8_DTYPE:
-        return _take_weight(layer, name, tensor)
-    values = tensor.flatten().tolist()
-    layer.scales[name.rpartition(".")[2]] += values
-    bad = [value for value in values if not math.isfinite(value) or value <= 0]
-    return [f"{name} holds {bad[0]}; scales are finite and above zero"] if bad else []
-
-
-def _take_weight(layer: LayerScales, name: str, tensor: Any) -> list[str]:
-    import torch
-
-    magnitude = tensor.view(torch.uint8) & _MAGNITUDE_BITS
-    layer.weights += magnitude.numel()
-    layer.at_limit += int((magnitude == _MAX_BITS).sum())
-    count = int((magnitude == _NAN_BITS).sum())
-    return [f"{name} holds {count} NaN"] if count else []
-
-
-def _scale_report(layers: Mapping[int | None, LayerScales]) -> dict[str, Any]:
-    total = LayerScales()
-    for layer in layers.values():
-        total.add(layer)
-    inside = sorted(number for number in layers if number is not None)
-    return {
-        "layers": [{"layer": number, **layers[number].as_dict()} for number in inside],
-        "other": layers[None].as_dict() if None in layers else None,
-        "total": total.as_dict(),
-    }
-
-
-def inspect_checkpoint(folder: Path) -> dict[str, Any]:
+def inspect_checkpoint(folder: Path, *, kv_scales_optional: bool = False) -> dict[str, Any]:
     """Compare a checkpoint's claims with its tensors and summarise its scales.
-
-    One tensor is in memory at a time.
 
     Args:
         folder: unified Hugging Face checkpoint, quantized by ModelOpt or unquantized.
+        kv_scales_optional: accept an FP8 KV cache without any scale: engines take 1.0.
 
     Returns:
         ``claims``: quant_algo, kv_cache_quant_algo, exclude, producer, and where they were read;
@@ -325,9 +238,12 @@ def inspect_checkpoint(folder: Path) -> dict[str, Any]:
     claims = read_claims(folder)
     tensors = read_folder(folder)
     layers = int(config["num_hidden_layers"])
-    _raise_for(folder, _header_problems(tensors, claims, layers))
-    by_layer, problems = _read_values(tensors)
-    _raise_for(folder, problems)
+    checked = claims
+    if kv_scales_optional and not _kv_scale_names(tensors):
+        checked = replace(claims, kv_cache_quant_algo=None)
+    raise_for(folder, _header_problems(tensors, checked, layers))
+    values = read_values(tensors, _SCALES)
+    raise_for(folder, value_problems(values))
     matrices = _matrices(tensors)
     quantized = sorted(name for name, info in matrices.items() if info.dtype == FP8_DTYPE)
     return {
@@ -343,7 +259,7 @@ def inspect_checkpoint(folder: Path) -> dict[str, Any]:
             "quantized": quantized,
             "unquantized": sorted(set(matrices) - set(quantized)),
         },
-        "scales": _scale_report(by_layer),
+        "scales": scale_report(values, _SCALES),
         "dtype": read_dtype(config),
         "rope": read_rope(config).as_dict(),
         "parameters": _parameters(tensors),

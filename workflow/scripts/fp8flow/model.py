@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fp8flow.errors import FlowError
+from fp8flow.generated_tokenizer import GENERATED, write_tokenizer
 from fp8flow.gguf_model import PACKAGE, find_gguf, unpack_gguf, unpack_tokenizer
+from fp8flow.hub import download_snapshot
 from fp8flow.log import get_logger
 from fp8flow.model_folder import (
     FOLDER_PATTERNS,
@@ -19,54 +20,13 @@ from fp8flow.model_folder import (
 from fp8flow.synthetic_model import write_synthetic
 
 DEMO_SOURCE = f"package:{PACKAGE}"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _logger = get_logger(__name__)
-
-
-def _download(model_id: str | None, revision: str | None, trust_remote_code: bool) -> Path:
-    """Return the snapshot of a pinned hub revision in the user's hub cache.
-
-    huggingface_hub takes HF_TOKEN, HF_HOME and HF_HUB_OFFLINE from the environment, and resumes a
-    download that was interrupted.
-    """
-    if not model_id:
-        raise FlowError("model.source is hub, but model.id is not set; give owner/name")
-    if not _COMMIT.fullmatch(revision or ""):
-        raise FlowError(
-            f"model.revision is {revision!r}, but must be a commit hash of 40 hex digits, so that "
-            f"the model cannot change; see the repository's history, huggingface.co/{model_id}"
-        )
-    from huggingface_hub import snapshot_download
-
-    patterns = list(FOLDER_PATTERNS) + (["*.py"] if trust_remote_code else [])
-    _logger.info("getting %s at %s from the hub or its local cache", model_id, revision)
-    try:
-        snapshot = snapshot_download(
-            model_id, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
-        )
-    except (OSError, ValueError) as error:
-        raise FlowError(_download_advice(model_id, revision, error)) from error
-    return Path(snapshot)
-
-
-def _download_advice(model_id: str, revision: str | None, error: Exception) -> str:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        advice = "accept its licence on the hub and set HF_TOKEN in the environment"
-    elif isinstance(error, errors.RepositoryNotFoundError):
-        advice = "check model.id; a private model needs HF_TOKEN in the environment"
-    elif isinstance(error, errors.RevisionNotFoundError):
-        advice = "check model.revision"
-    else:
-        advice = "check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use model.source: local"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"cannot get {model_id} at {revision} from the hub: {reason} Next: {advice}."
 
 
 def _from_hub(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     trust = bool(settings["trust_remote_code"])
-    snapshot = _download(settings["id"], settings["revision"], trust)
+    patterns = (*FOLDER_PATTERNS, *(["*.py"] if trust else []))
+    snapshot = download_snapshot("model", settings["id"], settings["revision"], patterns)
     check_model_folder(snapshot, trust_remote_code=trust)
     take_folder(snapshot, folder, trust_remote_code=trust)
     return {"id": settings["id"], "revision": settings["revision"], "submittable": True}
@@ -99,20 +59,27 @@ def _from_synthetic(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]
         raise FlowError(
             "model.source is synthetic, but model.synthetic is not set; give the geometry"
         )
-    _take_tokenizer(geometry["tokenizer"], folder)
+    _take_tokenizer(geometry, folder)
     write_synthetic(geometry, folder)
     notes = ["random weights: outputs are meaningless, only sizes and speeds are realistic"]
+    if geometry["tokenizer"] == GENERATED:
+        notes.append("generated tokenizer: made-up words, only its size is realistic")
     return {"seed": geometry["seed"], "submittable": False, "notes": notes}
 
 
-def _take_tokenizer(source: str, folder: Path) -> None:
+def _take_tokenizer(geometry: Mapping[str, Any], folder: Path) -> None:
+    source = geometry["tokenizer"]
+    if source == GENERATED:
+        write_tokenizer(geometry["vocab_size"], geometry["max_position_embeddings"], folder)
+        return
     if source == DEMO_SOURCE:
         unpack_tokenizer(find_gguf(), folder)
         return
     origin = Path(source)
     if not origin.is_dir():
         raise FlowError(
-            f"model.synthetic.tokenizer is {source!r}; allowed are {DEMO_SOURCE} and a local folder"
+            f"model.synthetic.tokenizer is {source!r}; allowed are {DEMO_SOURCE}, {GENERATED} and "
+            "a local folder"
         )
     copy_tokenizer(origin, folder)
 

@@ -105,18 +105,19 @@ def take_folder(source: Path, folder: Path, *, trust_remote_code: bool) -> None:
     patterns = FOLDER_PATTERNS + (("*.py",) if trust_remote_code else ())
     weights = {path.name for path in weight_files(source)}
     for path in sorted({path for pattern in patterns for path in source.glob(pattern)}):
-        if path.name == "manifest.json" or not path.is_file():
+        if path.name == "manifest.json" or path.name.startswith(".") or not path.is_file():
             continue
         if path.suffix == ".safetensors" and path.name not in weights:
             continue
         target = folder / path.name
         if path.name in weights:
-            _link_or_copy(path.resolve(), target)
+            link_or_copy(path.resolve(), target)
         else:
             shutil.copyfile(path, target)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy where the file system cannot link."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,25 +1,50 @@
-"""FP8 quantization with ModelOpt: calibrate, export a unified checkpoint, prove what it holds."""
+"""FP8 quantization with ModelOpt: calibrate, export a checkpoint, prove what it holds.
+
+Runs with the ModelOpt and transformers of the lock file and with the older ones inside a
+TensorRT-LLM release (ModelOpt from 0.33, transformers from 4.53).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
+import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fp8flow.activation_ranges import (
+    INPUTS,
+    KV_CACHE,
+    Batch,
+    can_pack,
+    equal_length_batches,
+    measure_ranges,
+    packed_batches,
+    read_token_rows,
+)
 from fp8flow.checkpoint import DYNAMIC, STATIC, inspect_checkpoint
+from fp8flow.cost import Cost, device
 from fp8flow.errors import FlowError
-from fp8flow.log import get_logger, progress
-from fp8flow.model_folder import check_model_folder, copy_tokenizer, take_folder
-from fp8flow.rope import Rope, patch_config, read_dtype, read_rope
+from fp8flow.export import (
+    FORMATS,
+    TENSORRT_LLM,
+    UNIFIED,
+    check_trtllm_request,
+    export_trtllm,
+    export_unified,
+    finish_unified,
+)
+from fp8flow.log import get_logger
+from fp8flow.model_folder import check_model_folder, take_folder
+from fp8flow.rope import read_rope
 from fp8flow.tools import installed_versions
-from fp8flow.weights import read_json, write_json
+from fp8flow.trtllm_checkpoint import inspect_trtllm_checkpoint
+from fp8flow.weights import read_json
 
 # What each method is called in the checkpoint, and ModelOpt's configuration of it.
 ALGORITHMS = {"fp8_static": STATIC, "fp8_dynamic": DYNAMIC, "none": None}
@@ -69,9 +94,15 @@ class Recipe:
         return self.kv_cache == "fp8" and self.kv_scales == "calibrated"
 
     @property
+    def measured_quantizers(self) -> tuple[str, ...]:
+        """Names of the quantizers whose range is measured."""
+        inputs = INPUTS if self.method == "fp8_static" else ()
+        return inputs + (KV_CACHE if self.measures_kv else ())
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether anything is measured on the calibration set."""
-        return self.method == "fp8_static" or self.measures_kv
+        return bool(self.measured_quantizers)
 
     def excludes(self, module: str) -> bool:
         """Return whether a module, or one that holds it, matches ``exclude``."""
@@ -125,61 +156,67 @@ def build_quant_config(
     return config
 
 
-def equal_length_batches(rows: Sequence[Sequence[int]], batch_size: int) -> list[list[list[int]]]:
-    """Return batches of rows of one length, shortest first, in their order within a length.
+@dataclass(frozen=True)
+class Target:
+    """What is written.
 
-    A static scale is the largest activation ever seen, and padding is seen too: attention masks
-    keep padding out of the other tokens' results, but not out of the statistics of the linear
-    layers, which run on every position. Batches without padding are exact, need no support from
-    the model, and cost little: a prompt of a few hundred tokens already keeps the device busy.
-
-    Raises:
-        FlowError: if there are no rows, or one is empty.
+    Attributes:
+        format: ``unified_hf`` or ``tensorrt_llm``.
+        tensor_parallel: GPUs that a TensorRT-LLM checkpoint is split over.
     """
-    by_length: dict[int, list[list[int]]] = defaultdict(list)
-    for row in rows:
-        by_length[len(row)].append(list(row))
-    if not by_length or 0 in by_length:
-        raise FlowError(
-            "the calibration set has no rows or an empty one; check calibration.source and samples"
-        )
-    return [
-        group[start : start + batch_size]
-        for _, group in sorted(by_length.items())
-        for start in range(0, len(group), batch_size)
-    ]
+
+    format: str = UNIFIED
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise FlowError(f"format is {self.format!r}; allowed: {', '.join(FORMATS)}")
+
+    def check(self, recipe: Recipe, model_folder: Path) -> None:
+        """Check that the recipe can be written in this format.
+
+        Raises:
+            FlowError: naming what cannot be.
+        """
+        if self.format == UNIFIED:
+            return
+        if recipe.method == "none" and recipe.kv_cache == "fp8":
+            raise FlowError(
+                "quantization: method none with kv_cache fp8: ModelOpt writes no FP8 KV cache into "
+                "the TensorRT-LLM checkpoint of an unquantized model; set kv_cache: auto, or use "
+                "engine.path: pytorch"
+            )
+        config = read_json(model_folder / "config.json")
+        check_trtllm_request(config, self.tensor_parallel, recipe.exclude)
+
+    def write(self, model: Any, model_folder: Path, folder: Path) -> None:
+        """Write a model in this format."""
+        if self.format == UNIFIED:
+            export_unified(model, model_folder, folder)
+        else:
+            export_trtllm(model, model_folder, folder, self.tensor_parallel)
+
+    def inspect(self, folder: Path) -> dict[str, Any]:
+        """Return what a checkpoint of this format holds, after checking its claims."""
+        if self.format == UNIFIED:
+            return inspect_checkpoint(folder)
+        return inspect_trtllm_checkpoint(folder, self.tensor_parallel)
 
 
-def read_token_rows(path: Path) -> list[list[int]]:
-    """Return the column ``token_ids`` of a samples.parquet.
+def load_model(model_folder: Path, trust_remote_code: bool) -> Any:
+    """Return the model in evaluation mode and its own dtype, on the GPU if there is one.
 
-    Raises:
-        FlowError: if the file cannot be read or has no such column.
+    Weights go from the file to the GPU one by one, so that the host never holds them all.
     """
-    import pyarrow.parquet as pq
+    import transformers
 
-    try:
-        rows: list[list[int]] = pq.read_table(path, columns=["token_ids"])["token_ids"].to_pylist()
-    except (OSError, KeyError, ValueError) as error:
-        raise FlowError(
-            f"cannot read the calibration samples {path}: {error}; run prepare_calibration again"
-        ) from error
-    return rows
-
-
-def _device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _load(model_folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype="auto", trust_remote_code=trust_remote_code
-    )
-    return model.to(_device()).eval()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    # transformers 5 calls it dtype; those before 4.56 know torch_dtype only.
+    is_new = int(transformers.__version__.split(".")[0]) >= 5
+    options["dtype" if is_new else "torch_dtype"] = "auto"
+    if device() == "cuda":
+        options["device_map"] = {"": "cuda:0"}
+    return transformers.AutoModelForCausalLM.from_pretrained(model_folder, **options).eval()
 
 
 def _linear_modules(model: Any) -> list[str]:
@@ -223,14 +260,6 @@ def _check_tokens(model: Any, rows: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _calibrate(part: Any, batches: Sequence[Sequence[Sequence[int]]]) -> None:
-    import torch
-
-    with torch.inference_mode():
-        for batch in progress(batches, "calibration", unit="batch"):
-            part(torch.tensor(batch, device=part.device), use_cache=False)
-
-
 def _set_kv_scales_to_one(model: Any) -> None:
     import torch
 
@@ -242,7 +271,7 @@ def _set_kv_scales_to_one(model: Any) -> None:
 
 
 def quantize_model(
-    model: Any, recipe: Recipe, batches: Sequence[Sequence[Sequence[int]]], quantize_head: bool
+    model: Any, recipe: Recipe, batches: Sequence[Batch], quantize_head: bool
 ) -> Any:
     """Return the model with ModelOpt's calibrated quantizers in place.
 
@@ -260,7 +289,8 @@ def quantize_model(
 
     def forward_loop(whole: Any) -> None:
         # An unquantized head has nothing to measure, and is a third of a small model's work.
-        _calibrate(whole if quantize_head else whole.base_model, batches)
+        part = whole if quantize_head else whole.base_model
+        measure_ranges(whole, part, batches, recipe.measured_quantizers)
 
     model = mtq.quantize(model, config, forward_loop if recipe.needs_calibration else None)
     if kv_config and recipe.kv_scales == "cast":
@@ -286,37 +316,6 @@ def _no_warnings_about_kv_scales() -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def export_checkpoint(model: Any, model_folder: Path, folder: Path) -> None:
-    """Write the unified Hugging Face checkpoint with tokenizer and the source's settings.
-
-    Raises:
-        FlowError: if RoPE does not read as in the source model.
-    """
-    from modelopt.torch.export import export_hf_checkpoint
-
-    source = read_json(model_folder / "config.json")
-    export_hf_checkpoint(model, export_dir=folder)
-    _finish(folder, source, read_rope(source))
-    copy_tokenizer(model_folder, folder)
-    generation = model_folder / "generation_config.json"
-    if generation.is_file():
-        (folder / generation.name).write_bytes(generation.read_bytes())
-
-
-def _finish(folder: Path, source: Mapping[str, Any], rope: Rope) -> None:
-    path = folder / "config.json"
-    config = read_json(path)
-    config.pop("_model_name_or_path", None)
-    if "quantization_config" in config:
-        # ModelOpt before 0.35 leaves it out, and vLLM then does not know who quantized.
-        config["quantization_config"].setdefault("quant_method", "modelopt")
-    write_json(path, config)
-    patch_config(path, rope, read_dtype(source))
-    for file in folder.glob("*.safetensors"):
-        if file.stat().st_nlink == 1:
-            file.chmod(0o644)
-
-
 def _check_outcome(recipe: Recipe, report: Mapping[str, Any]) -> None:
     claims, totals = report["claims"], report["scales"]["total"]
     kv_expected = "FP8" if recipe.kv_cache == "fp8" and recipe.method != "none" else None
@@ -326,9 +325,10 @@ def _check_outcome(recipe: Recipe, report: Mapping[str, Any]) -> None:
     if claims["kv_cache_quant_algo"] != kv_expected:
         problems.append(f"kv_cache_quant_algo is {claims['kv_cache_quant_algo']}")
     if kv_expected and recipe.kv_scales == "cast":
-        for kind in ("k_scale", "v_scale"):
-            if (totals[kind]["min"], totals[kind]["max"]) != (1.0, 1.0):
-                problems.append(f"{kind} is not 1.0 everywhere: {totals[kind]}")
+        for kind in ("k_scale", "v_scale", "kv_scale"):
+            spread = totals.get(kind)
+            if spread and (spread["min"], spread["max"]) != (1.0, 1.0):
+                problems.append(f"{kind} is not 1.0 everywhere: {spread}")
     modules = report["modules"]
     wrong = [name for name in modules["quantized"] if recipe.excludes(name)]
     problems += [f"{name} is quantized though excluded" for name in wrong]
@@ -343,51 +343,79 @@ def _check_outcome(recipe: Recipe, report: Mapping[str, Any]) -> None:
         )
 
 
-def _counts(batches: Sequence[Sequence[Sequence[int]]], batch_size: int) -> dict[str, Any]:
+def _counts(batches: Sequence[Batch], batch_size: int, packed: bool) -> dict[str, Any]:
+    how = "rows one after another, masked from each other" if packed else "rows of equal length"
     return {
         "rows": sum(len(batch) for batch in batches),
         "batches": len(batches),
         "largest_batch": max((len(batch) for batch in batches), default=0),
         "tokens": sum(len(row) for batch in batches for row in batch),
         "batch_size": batch_size,
-        "batching": "rows of equal length, no padding",
+        "batching": f"{how}, no padding",
     }
 
 
+def _rows(recipe: Recipe, samples: Path | None) -> list[list[int]]:
+    if not recipe.needs_calibration:
+        return []
+    if samples is None:
+        raise FlowError(
+            f"quantization.method {recipe.method} needs a calibration set; give --calibration"
+        )
+    rows = read_token_rows(samples)
+    equal_length_batches(rows, 1)
+    return rows
+
+
 def _quantized(
-    model_folder: Path, folder: Path, recipe: Recipe, samples: Path | None, batch_size: int,
-    trust_remote_code: bool,
+    model_folder: Path, folder: Path, recipe: Recipe, target: Target, cost: Cost,
+    samples: Path | None, batch_size: int, trust_remote_code: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    batches: list[list[list[int]]] = []
-    if recipe.needs_calibration:
-        if samples is None:
-            raise FlowError(
-                f"quantization.method {recipe.method} needs a calibration set; give --calibration"
-            )
-        batches = equal_length_batches(read_token_rows(samples), batch_size)
-    model = _load(model_folder, trust_remote_code)
+    rows = _rows(recipe, samples)
+    with cost.phase("load"):
+        model = load_model(model_folder, trust_remote_code)
     quantize_head = _check_exclusions(model, recipe)
-    _check_tokens(model, [row for batch in batches for row in batch] or [[0]])
+    _check_tokens(model, rows or [[0]])
+    # Packing saves a GPU's waiting; on a CPU it would only add attention.
+    packed = bool(rows) and device() == "cuda" and can_pack(model)
+    batching = packed_batches if packed else equal_length_batches
+    batches = batching(rows, batch_size) if rows else []
     # ModelOpt reports with print; a program's standard output is for its own results.
     with contextlib.ExitStack() as quiet:
         quiet.enter_context(contextlib.redirect_stdout(sys.stderr))
         if recipe.kv_scales == "cast":
             quiet.enter_context(_no_warnings_about_kv_scales())
-        model = quantize_model(model, recipe, batches, quantize_head)
-        export_checkpoint(model, model_folder, folder)
-    if not recipe.needs_calibration:
-        return {"calibration": None, "device": _device()}
-    return {"calibration": _counts(batches, batch_size), "device": _device()}
+        with cost.phase("calibrate"):
+            model = quantize_model(model, recipe, batches, quantize_head)
+        with cost.phase("export"):
+            target.write(model, model_folder, folder)
+    counts = _counts(batches, batch_size, packed) if rows else None
+    return {"calibration": counts, "device": device()}
 
 
-def _unquantized(model_folder: Path, folder: Path, trust_remote_code: bool) -> dict[str, Any]:
-    take_folder(model_folder, folder, trust_remote_code=trust_remote_code)
-    source = read_json(model_folder / "config.json")
-    _finish(folder, source, read_rope(source))
+def _unquantized(
+    model_folder: Path, folder: Path, target: Target, cost: Cost, trust_remote_code: bool
+) -> dict[str, Any]:
+    if target.format == TENSORRT_LLM:
+        with cost.phase("load"):
+            model = load_model(model_folder, trust_remote_code)
+        with cost.phase("export"), contextlib.redirect_stdout(sys.stderr):
+            target.write(model, model_folder, folder)
+        return {"calibration": None, "device": device()}
+    with cost.phase("export"):
+        take_folder(model_folder, folder, trust_remote_code=trust_remote_code)
+        source = read_json(model_folder / "config.json")
+        finish_unified(folder, source, read_rope(source))
     return {"calibration": None, "device": None}
 
 
-def _notes(recipe: Recipe) -> list[str]:
+def _clamps_kv_scales() -> bool:
+    """Return whether this ModelOpt also writes KV scales of at least 1.0 in the unified format."""
+    version = installed_versions(["nvidia-modelopt"])["nvidia-modelopt"]
+    return tuple(map(int, re.findall(r"\d+", version)[:2])) < (0, 43)
+
+
+def _notes(recipe: Recipe, target: Target) -> list[str]:
     notes = []
     if recipe.method == "none":
         notes.append("the original weights, unchanged; config.json gives RoPE in every spelling")
@@ -400,6 +428,8 @@ def _notes(recipe: Recipe) -> list[str]:
             "nothing was calibrated: activation scales are taken at run time"
             + (", KV scales are 1.0" if recipe.kv_cache == "fp8" else "")
         )
+    if recipe.measures_kv and (target.format == TENSORRT_LLM or _clamps_kv_scales()):
+        notes.append("measured KV scales below 1.0 are written as 1.0 by this ModelOpt and format")
     return notes
 
 
@@ -408,6 +438,7 @@ def make_checkpoint(
     folder: Path,
     recipe: Recipe,
     *,
+    target: Target = Target(),
     samples: Path | None = None,
     batch_size: int = 1,
     trust_remote_code: bool = False,
@@ -418,30 +449,38 @@ def make_checkpoint(
         model_folder: the model in its original precision.
         folder: an existing empty folder.
         recipe: what to quantize and how.
+        target: format that is written.
         samples: calibration samples.parquet, column ``token_ids``; needed if something is measured.
         batch_size: most sequences per calibration batch.
         trust_remote_code: whether the model may run its own Python code.
 
     Returns:
-        method, kv_cache, kv_scales, quant_algo, calibration (rows, batches, tokens; None without),
-        claims, modules, scales, rope, dtype, bytes, parameters, versions, device, notes.
+        format, method, kv_cache, kv_scales, quant_algo, calibration (rows, batches, tokens; None
+        without), claims, modules, scales, rope, dtype, bytes, parameters, versions, device, cost
+        (see :class:`Cost`), notes.
 
     Raises:
         FlowError: if model, samples or exclusions are unfit, or the tensors that were written are
             not what was asked for.
     """
     check_model_folder(model_folder, trust_remote_code=trust_remote_code)
+    target.check(recipe, model_folder)
+    cost = Cost()
     if recipe.method == "none":
-        facts = _unquantized(model_folder, folder, trust_remote_code)
+        facts = _unquantized(model_folder, folder, target, cost, trust_remote_code)
     else:
-        facts = _quantized(model_folder, folder, recipe, samples, batch_size, trust_remote_code)
-    report = inspect_checkpoint(folder)
+        facts = _quantized(
+            model_folder, folder, recipe, target, cost, samples, batch_size, trust_remote_code
+        )
+    with cost.phase("inspect"):
+        report = target.inspect(folder)
     _check_outcome(recipe, report)
     _logger.info(
-        "%s: %d modules quantized, %d bytes",
-        recipe.method, report["modules"]["quantized_count"], report["bytes"],
+        "%s, %s: %d modules quantized, %d bytes",
+        recipe.method, target.format, report["modules"]["quantized_count"], report["bytes"],
     )  # fmt: skip
     return {
+        "format": target.format,
         "method": recipe.method,
         "kv_cache": recipe.kv_cache,
         "kv_scales": recipe.kv_scales if recipe.kv_cache == "fp8" else None,
@@ -450,5 +489,6 @@ def make_checkpoint(
         **facts,
         **report,
         "versions": installed_versions(("nvidia-modelopt", "torch", "transformers")),
-        "notes": _notes(recipe),
+        "cost": cost.as_dict(),
+        "notes": _notes(recipe, target),
     }

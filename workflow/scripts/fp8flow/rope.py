@@ -160,3 +160,41 @@ def check_export(path: Path, source: Rope) -> None:
             f"{path} lost the model's RoPE setting {source.as_dict()}:\n  {listed}\n"
             "Do not serve this checkpoint; export it again."
         )
+
+
+def trtllm_spelling(rope: Rope) -> dict[str, Any]:
+    """Return RoPE as a TensorRT-LLM checkpoint's config.json says it."""
+    return {"rotary_base": rope.theta, "rotary_scaling": rope.scaling}
+
+
+def read_trtllm_rope(config: Mapping[str, Any]) -> Rope:
+    """Return the RoPE setting of a TensorRT-LLM config.json, as TensorRT-LLM understands it."""
+    theta = config.get("rotary_base") or DEFAULT_THETA
+    return Rope(float(theta), _scaling(config.get("rotary_scaling")))
+
+
+def patch_trtllm_config(path: Path, rope: Rope) -> None:
+    """Write RoPE into a TensorRT-LLM checkpoint's config.json, then check what it says.
+
+    ModelOpt reads the spelling that transformers 5 no longer has, and then writes nothing.
+
+    Raises:
+        FlowError: if the file cannot be read, or reads differently afterwards.
+    """
+    write_json(path, read_json(path) | trtllm_spelling(rope))
+    check_trtllm_rope(path, rope)
+
+
+def check_trtllm_rope(path: Path, source: Rope) -> None:
+    """Check that a TensorRT-LLM config.json says what the source model says.
+
+    Raises:
+        FlowError: if base or scaling is missing or differs.
+    """
+    config = read_json(path)
+    found = read_trtllm_rope(config)
+    if "rotary_base" not in config or not found.same_as(source):
+        raise FlowError(
+            f"{path} lost the model's RoPE setting {source.as_dict()}: it says {found.as_dict()}; "
+            "do not build an engine from this checkpoint, export it again"
+        )

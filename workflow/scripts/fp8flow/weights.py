@@ -36,11 +36,13 @@ class TensorInfo:
         file: the safetensors file.
         dtype: safetensors name, for example ``BF16`` or ``F8_E4M3``.
         shape: sizes of its dimensions; empty for a scalar.
+        offset: where its data begins in the file, bytes.
     """
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int = 0
 
     @property
     def elements(self) -> int:
@@ -90,7 +92,8 @@ def refuse_lfs_pointer(path: Path) -> None:
         )
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors header and where the data begins, bytes."""
     refuse_lfs_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -111,7 +114,7 @@ def _header(path: Path) -> dict[str, Any]:
         raise FlowError(f"{path} ({size} bytes) has no safetensors header; download it again")
     header.pop("__metadata__", None)
     _check_size(path, size, _LENGTH_BYTES + length, header)
-    return header
+    return header, _LENGTH_BYTES + length
 
 
 def _check_size(path: Path, size: int, data_start: int, header: Mapping[str, Any]) -> None:
@@ -137,9 +140,12 @@ def read_tensors(path: Path) -> dict[str, TensorInfo]:
     Raises:
         FlowError: for a Git-LFS pointer, a truncated file, or a damaged header.
     """
+    header, start = _header(path)
     return {
-        name: TensorInfo(path, entry["dtype"], tuple(entry["shape"]))
-        for name, entry in _header(path).items()
+        name: TensorInfo(
+            path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0]
+        )
+        for name, entry in header.items()
     }
 
 
