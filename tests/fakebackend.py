@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 import fakeserver
+from fp8flow.backends import PageKind, Place, Served
 from fp8flow.load_job import Task, add_load_arguments, run_load_job
 from fp8flow.probe import run_probe
 from fp8flow.records import build_product
@@ -35,48 +36,70 @@ class FakeBackend:
         says_reuse: what its settings say of prefix_reuse, whatever the server does.
         readings: what its settings say in addition, the first time they are read, the second
             time, and so on; the last one holds from then on.
+        told: what the server was told (``Backend.asked``).
+        files: what the server reads (``Backend.serve_files``).
+        by_server: options of single servers, in the order of their start, which win.
     """
 
     name = "fake"
     uses_gpu = False
-    settings_path = "/fp8flow/settings"
+    starts_server = True
     streams_token_ids = True
+    reports_prefix_reuse = True
+    pages: Mapping[str, PageKind] = {"/fp8flow/settings": "json"}
 
     def __init__(
         self,
         says_reuse: object = None,
         readings: Sequence[Mapping[str, Any]] = (),
+        told: Mapping[str, Any] | None = None,
+        files: Mapping[str, str] | None = None,
+        by_server: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> None:
         self.says_reuse = says_reuse
         self.readings = list(readings)
+        self.told = dict(told or {})
+        self.files = dict(files or {})
+        self.by_server = list(by_server)
         self.options = options
 
-    def serve_command(
-        self,
-        checkpoint: Path,
-        serve: Mapping[str, Any],
-        *,
-        model_name: str,
-        host: str,
-        port: int,
-        threads: int,
-    ) -> list[str]:
-        return fakeserver.command(host=host, port=port, model=model_name, **self.options)
+    def serve_files(self, engine: Mapping[str, Any], served: Served) -> dict[str, str]:
+        return self.files
 
-    def serve_environment(self, threads: int) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": str(threads)}
+    def serve_command(self, engine: Mapping[str, Any], served: Served, place: Place) -> list[str]:
+        own = self.by_server.pop(0) if self.by_server else {}
+        options = {**self.options, **own}
+        return fakeserver.command(
+            host=place.host, port=place.port, model=place.model_name, **options
+        )
 
-    def request_fields(self, min_tokens: int) -> dict[str, Any]:
+    def serve_environment(self, engine: Mapping[str, Any], threads: int) -> dict[str, str]:
+        return {"OMP_NUM_THREADS": str(threads), **engine.get("environment", {})}
+
+    def request_fields(self, min_tokens: int, max_tokens: int) -> dict[str, Any]:
         return {"return_token_ids": True}
 
-    def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(answer)
+    def asked(self, engine: Mapping[str, Any], served: Served) -> dict[str, Any]:
+        return self.told
+
+    def parse_settings(self, pages: Mapping[str, Any], log: str) -> dict[str, Any]:
+        found = dict(pages["/fp8flow/settings"])
+        assert "fakeserver: listening on" in log or not self.starts_server
         if self.readings:
             found |= self.readings.pop(0) if len(self.readings) > 1 else self.readings[0]
         if self.says_reuse is not None:
             found["prefix_reuse"] = self.says_reuse
+        if self.says_reuse == "nothing":
+            del found["prefix_reuse"]
         return found
+
+
+class FakeExternal(FakeBackend):
+    """A fake server that somebody else runs."""
+
+    starts_server = False
+    reports_prefix_reuse = False
 
 
 def make_inputs(folder: Path, rows: int = 32, length: int = 20) -> tuple[Path, Path]:
@@ -105,8 +128,20 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def make_spec(mode: str = "performance", scenario: str = "Offline", **changes: Any) -> Spec:
-    """Return the spec of a small run; ``changes`` go to the scenario and the harness."""
+def make_spec(
+    mode: str = "performance",
+    scenario: str = "Offline",
+    engine: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> Spec:
+    """Return the spec of a small run.
+
+    Args:
+        mode: performance, accuracy or probe.
+        scenario: Offline or Server.
+        engine: keys of the section ``engine`` in addition.
+        changes: keys of the scenario and the harness.
+    """
     harness = {
         "name": "loadgen",
         "max_output_tokens": 16,
@@ -126,7 +161,8 @@ def make_spec(mode: str = "performance", scenario: str = "Offline", **changes: A
         (harness if key in harness else settings)[key] = value
     if mode == "accuracy":
         del settings["min_duration_ms"], settings["min_queries"]
-    shared = {"engine": {"backend": "fake", "serve": {}}, "model": {"name": "fake"}}
+    section = {"backend": "fake", "serve": {}, **(engine or {})}
+    shared = {"engine": section, "model": {"name": "fake"}}
     if mode == "probe":
         return Spec("probe_server", shared)
     return Spec(

@@ -17,9 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
 
 from fp8flow.backends import get_backend  # noqa: E402
-from fp8flow.config import ServeConfig  # noqa: E402
-from fp8flow.load_job import Resources, Serving, read_workload, serve  # noqa: E402
+from fp8flow.config_engines import TransformersEngine  # noqa: E402
 from fp8flow.log import configure_logging  # noqa: E402
+from fp8flow.serve import Resources, serve  # noqa: E402
+from fp8flow.serving import Serving  # noqa: E402
+from fp8flow.workload import read_workload  # noqa: E402
 
 
 def rate(serving: Serving, concurrent: int, requests: int, tokens: int) -> float:
@@ -44,10 +46,10 @@ def main() -> None:
     dataset = arguments.results / "data" / "validation" / "manifest.json"
     workload = read_workload(checkpoint, dataset, "bench")
     resources = Resources(threads=os.cpu_count() or 1)
-    backend, settings = get_backend("transformers"), ServeConfig().model_dump()
+    backend, engine = get_backend("transformers"), TransformersEngine().model_dump()
     with (
         tempfile.TemporaryDirectory() as folder,
-        serve(backend, workload, settings, resources, Path(folder) / "log", 600.0) as serving,
+        serve(backend, workload, engine, resources, Path(folder), 600.0) as serving,
     ):
         rate(serving, 4, 4, 8)
         rates = {n: rate(serving, n, max(4, n), arguments.tokens) for n in (1, 4, 16)}

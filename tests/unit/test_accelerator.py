@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from fp8flow import accelerator
-from fp8flow.accelerator import accelerator_keys, accelerator_lock, lock_path
+from fp8flow.accelerator import (
+    accelerator_keys,
+    accelerator_lock,
+    accelerator_locks,
+    lock_path,
+)
 from fp8flow.errors import FlowError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
@@ -138,15 +143,31 @@ def test_a_link_is_not_followed(tmp_path):
 
 def test_keys(monkeypatch):
     assert accelerator_keys(uses_gpu=False) == ["cpu"]
-    monkeypatch.setattr(accelerator, "visible_gpus", lambda: {"GPU-b": 1, "GPU-a": 2})
+    gpus = [accelerator.Gpu(0, "GPU-b"), accelerator.Gpu(1, "GPU-a")]
+    monkeypatch.setattr(accelerator, "installed_gpus", lambda: gpus)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert accelerator_keys(uses_gpu=True) == ["GPU-a", "GPU-b"]
-    monkeypatch.setattr(accelerator, "visible_gpus", dict)
+    monkeypatch.setattr(accelerator, "installed_gpus", list)
     assert accelerator_keys(uses_gpu=True) == ["gpu"]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "index", "chosen"),
-    [("0", 0, True), ("1", 0, False), ("0,2", 2, True), ("GPU-ab", 7, True), ("", 0, False)],
-)
-def test_the_gpus_of_cuda_visible_devices(wanted, index, chosen):
-    assert accelerator._is_chosen(wanted, index, "GPU-abcd") is chosen
+def test_some_of_several_are_taken_and_the_others_stay_free():
+    with accelerator_lock(["GPU-1"]), accelerator_locks(["GPU-1", "GPU-2", "GPU-3"], 2) as held:
+        assert list(held) == ["GPU-2", "GPU-3"]
+        with accelerator_locks(["GPU-4", "GPU-5"], 1) as others:
+            assert list(others) == ["GPU-4"]
+            assert is_free("GPU-5")
+    assert all(is_free(f"GPU-{n}") for n in range(1, 6))
+
+
+def test_who_waits_for_several_holds_none():
+    first = start(HOLD)
+    assert first.stdout.readline() == "held\n"
+    second = start(HOLD.replace('["cpu"]', '["another", "cpu"]'))
+    assert "waiting for the accelerator another, cpu" in second.stdout.readline()
+    with accelerator_lock(["another"]):
+        first.communicate("\n")
+    assert "got the accelerator another, cpu" in second.stdout.readline()
+    assert second.stdout.readline() == "held\n"
+    assert not is_free("another")
+    second.communicate("\n")

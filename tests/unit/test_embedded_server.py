@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,20 +13,39 @@ import time
 import urllib.error
 import urllib.request
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from test_embedded_quantizer import export, quantize, tiny_llama, tiny_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from fp8flow.backends import get_backend
+from fakebackend import make_spec
+from fp8flow.backends import Place, Served, get_backend
 from fp8flow.client import request_body, run_requests
+from fp8flow.config_engines import TransformersEngine
 from fp8flow.embedded import protocol
 from fp8flow.embedded.engine import Engine, EngineOptions, MinTokens
 from fp8flow.embedded.server import Answer, build_app
+from fp8flow.load_job import Task, run_load_job
+from fp8flow.probe import run_probe
+from fp8flow.records import build_product
+from fp8flow.serve import Resources
+from fp8flow.spec import Spec
 
 EOS = 1
 VOCABULARY = 300
+SERVE = {"max_batch_size": 4, "max_batch_tokens": 64, "kv_cache_tokens": 64}
+
+
+def served(checkpoint):
+    return Served(checkpoint, checkpoint, "FP8", "fp8")
+
+
+def parse(answer):
+    """Return the settings of an answer as a load job sees them."""
+    return get_backend("transformers").parse_settings({"/fp8flow/settings": answer}, "")
 
 
 def write_tokenizer(folder):
@@ -60,11 +80,10 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         backend = get_backend("transformers")
-        serve = {"max_batch_size": 4, "max_batch_tokens": 64, "kv_cache_tokens": 1024}
-        argv = backend.serve_command(
-            checkpoint, serve, model_name="tiny", host="127.0.0.1", port=self.port, threads=1
-        )
-        environment = os.environ | backend.serve_environment(1)
+        engine = {"serve": SERVE | {"kv_cache_tokens": 1024}}
+        place = Place("127.0.0.1", self.port, "tiny", 1, checkpoint)
+        argv = backend.serve_command(engine, served(checkpoint), place)
+        environment = os.environ | backend.serve_environment(engine, 1)
         self.log = log
         with log.open("w") as stream:
             self.process = subprocess.Popen(argv, stdout=stream, stderr=stream, env=environment)
@@ -123,12 +142,13 @@ def test_settings_are_read_from_the_live_engine(server):
     assert found["threads"] == 1
     assert found["quantization"]["method"] == "FP8"
     assert found["quantization"]["kv_cache"]["emulated"] is True
-    assert get_backend("transformers").parse_settings(found)["prefix_reuse"] is False
+    assert parse(found)["prefix_reuse"] is False
+    asked = get_backend("transformers").asked({"serve": SERVE}, None)
+    assert asked == {key: parse(found)[key] for key in asked} != {}
 
 
 def test_traffic_changes_nothing_but_the_counters(server):
     """A load job compares the settings from before and after a run."""
-    parse = get_backend("transformers").parse_settings
     before = parse(server.settings())
     assert server.post(**GREEDY, prompt=[5, 6], max_tokens=2)[0] == 200
     after = parse(server.settings())
@@ -184,7 +204,7 @@ def test_a_batch_gives_each_request_the_answer_it_gets_alone(server, checkpoint)
     ]
     fields = {"top_k": 1, "ignore_eos": True}
     bodies = [request_body("tiny", p, 20, fields) for p in prompts]
-    together = run_requests(server.base_url, bodies, max_connections=9, timeout_s=60)
+    together = run_requests([server.base_url], bodies, max_connections=9, timeout_s=60)
     assert [c.error for c in together] == [None] * 9
     same = [
         sum(a == b for a, b in zip(c.token_ids, o["token_ids"], strict=True))
@@ -223,7 +243,7 @@ def test_reuse_is_noticed_where_it_happens(checkpoint, share):
     assert answer["counters"]["prefix_hit_tokens"] == hits
     assert answer["counters"]["computed_prompt_tokens"] == 2 * 128 - hits
     assert answer["prefix_reuse"] is answer["allow_block_sharing"] is share
-    assert get_backend("transformers").parse_settings(answer)["prefix_reuse"] is share
+    assert parse(answer)["prefix_reuse"] is share
 
 
 def test_reuse_is_noticed_whoever_does_it(engine):
@@ -371,7 +391,10 @@ def test_a_dead_generation_thread_is_500_and_unhealthy(engine):
         engine.model.model.layers[0].forward = explode
         first = client.post("/v1/completions", json=body)
         assert (first.status_code, "out of tiles" in first.text) == (500, True)
-        health = client.get("/health")
+        deadline = time.monotonic() + 20
+        # The thread answers before it ends.
+        while (health := client.get("/health")).status_code == 200 and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert (health.status_code, "out of tiles" in health.text) == (503, True)
         again = client.post("/v1/completions", json=body | {"stream": True})
         assert again.status_code == 500
@@ -428,10 +451,9 @@ class Output:
 
 
 def launcher_argv(checkpoint, **serve):
-    serve = {"max_batch_size": 4, "max_batch_tokens": 64, "kv_cache_tokens": 64} | serve
-    return get_backend("transformers").serve_command(
-        checkpoint, serve, model_name="m", host="127.0.0.1", port=1, threads=1
-    )
+    place = Place("127.0.0.1", 1, "m", 1, checkpoint)
+    engine = {"serve": SERVE | serve}
+    return get_backend("transformers").serve_command(engine, served(checkpoint), place)
 
 
 def refusal(argv):
@@ -448,3 +470,56 @@ def test_too_many_slots_for_a_step_is_refused_before_loading(checkpoint):
 
 def test_a_directory_without_a_model_is_refused(tmp_path):
     assert f"{tmp_path} has no config.json" in refusal(launcher_argv(tmp_path))
+
+
+@pytest.fixture
+def two(checkpoint, tmp_path, monkeypatch):
+    """A job on two servers with a small data set: what it works on."""
+    monkeypatch.setenv("FP8FLOW_LOCK_DIR", str(tmp_path / "locks"))
+    manifest = tmp_path / "checkpoint" / "manifest.json"
+    with build_product(manifest, Spec("quantize")) as product:
+        shutil.copytree(checkpoint, product.folder, dirs_exist_ok=True)
+        product.result.update(quant_algo="FP8", kv_cache="fp8", method="fp8_static")
+    dataset = tmp_path / "data" / "manifest.json"
+    torch.manual_seed(5)
+    prompts = [torch.randint(2, 258, (n,)).tolist() for n in range(20, 44)]
+    with build_product(dataset, Spec("prepare_dataset")) as product:
+        columns = {
+            "index": pa.array(range(24), pa.int64()),
+            "token_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "input_tokens": pa.array(map(len, prompts), pa.int32()),
+        }
+        pq.write_table(pa.table(columns), product.folder / "samples.parquet")
+
+    def task(mode):
+        serving = {"max_batch_size": 4, "max_batch_tokens": 64, "kv_cache_tokens": 1024}
+        engine = TransformersEngine(backend="transformers", replicas=2, serve=serving)
+        changes = {"max_output_tokens": 6, "target_qps": 1.0, "min_duration_ms": 0}
+        spec = make_spec(mode, engine=engine.model_dump(), **changes)
+        output = tmp_path / mode / "run.json"
+        resources = Resources(threads=2, ready_timeout_s=120.0, stop_grace_s=10.0)
+        return Task(spec, manifest, dataset, output, get_backend("transformers"), resources)
+
+    return task
+
+
+def test_two_servers_measure_together(two):
+    result = run_load_job(two("accuracy"), "accuracy").result
+    server = result["server"]
+    assert result["state"] == "complete", result["reason"]
+    assert result["counts"]["completed"] == 24
+    assert (server["replicas"], server["threads"]) == (2, 1)
+    assert server["settings"]["kv_cache_tokens"] == 1024
+    assert server["asked"] == {"max_batch_size": 4, "max_batch_tokens": 64}
+    assert len({one["port"] for one in server["servers"]}) == 2
+    # 24 samples, the first token of each, and three for the warm-up.
+    counters = server["settings_after"]["counters"]
+    assert (counters["completed"], counters["prefix_hit_tokens"]) == (24 + 2 + 3, 0)
+    assert server["prefix_reuse"] is False
+
+
+def test_two_servers_are_probed(two):
+    result = run_probe(two("probe")).result
+    assert result["reuse"]["servers"] == ["off, counted", "off, counted"]
+    assert (result["reuse"]["prefix_reuse"], result["deterministic"]) == (False, True)
+    assert result["parity"]["mismatches"] == 0

@@ -17,22 +17,13 @@ import fakeserver
 from fakebackend import FakeBackend, make_inputs, make_spec, start_job
 from fp8flow import guard
 from fp8flow.errors import FlowError
-from fp8flow.load_job import (
-    Resources,
-    Task,
-    job_settings,
-    read_settings,
-    read_workload,
-    report_earlier_attempts,
-    run_load_job,
-    serve,
-    warm_up,
-    warm_up_prompts,
-)
+from fp8flow.load_job import Task, job_settings, report_earlier_attempts, run_load_job
 from fp8flow.loadgen import LoadJob
 from fp8flow.ports import port_is_free
 from fp8flow.probe import reuse_proof, run_probe
 from fp8flow.records import verify_record
+from fp8flow.serve import Resources, serve, warm_up
+from fp8flow.workload import read_workload, warm_up_prompts
 
 RESOURCES = Resources(threads=1, ready_timeout_s=20.0, stop_grace_s=2.0)
 
@@ -137,6 +128,9 @@ def test_the_server_dies_in_the_run(tmp_path):
         ({"no_output": True}, "the first request: 1 of 1 requests failed; first: empty"),
         ({"prefix_reuse": True}, "says that it reuses prefixes of earlier prompts"),
         ({"says_reuse": "unknown"}, "says that it reuses prefixes"),
+        ({"says_reuse": "nothing"}, "does not say whether it reuses prefixes"),
+        ({"told": {"engine": "fake 2"}}, 'engine: asked for "fake 2", effective null'),
+        ({"told": {"prefix_reuse": 1}}, "prefix_reuse: asked for 1, effective false"),
     ],
 )
 def test_nothing_is_measured_on_a_server_that_does_not_work(tmp_path, fake, expected):
@@ -194,7 +188,7 @@ def test_facts_name_no_place_on_the_machine_but_in_the_command_line(tmp_path):
         for where, text in strings(result[section], section)
         if text.startswith("/") or str(tmp_path) in text
     }
-    assert all(where.startswith("server/argv/") for where in found)
+    assert all(re.match(r"server/(servers/0/)?argv/", where) for where in found)
     assert result["server"]["argv"][0] == Path(result["server"]["argv"][0]).name
 
 
@@ -203,26 +197,11 @@ def test_the_server_does_not_see_the_launcher_of_a_cluster(tmp_path, monkeypatch
         monkeypatch.setenv(name, "1")
     checkpoint, dataset = make_inputs(tmp_path)
     workload = read_workload(checkpoint, dataset, "fake")
-    with serve(FakeBackend(), workload, {}, RESOURCES, tmp_path / "log", 30.0) as serving:
+    with serve(FakeBackend(), workload, {}, RESOURCES, tmp_path, 30.0) as serving:
         raw = Path(f"/proc/{serving.server.process.pid}/environ").read_text()
     seen = dict(line.split("=", 1) for line in raw.split("\0") if line)
     assert not [key for key in seen if key.startswith(("SLURM", "PMI", "OMPI"))]
     assert (seen["KEPT"], seen["OMP_NUM_THREADS"]) == ("1", "1")
-
-
-def test_a_server_that_does_not_tell_about_reuse_is_refused(tmp_path):
-    class Silent(FakeBackend):
-        def parse_settings(self, answer):
-            return {"backend": "fake"}
-
-    class Server:
-        base_url = "http://127.0.0.1:1"
-
-        def get_json(self, path):
-            return {}
-
-    with pytest.raises(FlowError, match="does not say whether it reuses"):
-        read_settings(Server(), Silent())
 
 
 def started_in_the_run(folder, **changes):
@@ -318,7 +297,7 @@ def test_an_input_that_was_changed_is_refused_before_anything_starts(tmp_path):
 def test_the_warm_up_asks_for_nothing_that_is_in_the_set(tmp_path):
     checkpoint, dataset = make_inputs(tmp_path)
     workload = read_workload(checkpoint, dataset, "fake")
-    with serve(FakeBackend(), workload, {}, RESOURCES, tmp_path / "log", 30.0) as serving:
+    with serve(FakeBackend(), workload, {}, RESOURCES, tmp_path, 30.0) as serving:
         warm_up(serving, make_spec(warmup_requests=5).settings["harness"])
         seen = serving.server.get_json("/fake/stats")["prompts"]
     assert len(seen) == len(set(seen)) == 6  # one for the first token
@@ -357,13 +336,11 @@ class _Serving:
     def __init__(self, rows, checkpoint, streams_token_ids):
         self.backend = FakeBackend()
         self.backend.streams_token_ids = streams_token_ids
-        self.workload = self
-        self.server = self
-        self.base_url, self.model_name = "http://127.0.0.1:1", "fake"
+        self.workload = self.served = self
+        self.base_urls, self.model_name = ["http://127.0.0.1:1"], "fake"
         self.prompts = range(rows)
         self.samples = Path("samples.parquet")
-        self.checkpoint = self
-        self.root = checkpoint
+        self.tokenizer = checkpoint
 
 
 @pytest.mark.parametrize(
@@ -413,9 +390,10 @@ def test_probe(tmp_path):
     assert result["prefix_reuse_proof"] == "not shown"
     assert result["reuse"]["prefix_reuse"] is None
     assert result["server"]["settings_after"]["prefix_reuse"] is False
+    assert result["reuse"]["servers"] == ["not shown"]
     assert max(result["reuse"]["short_prompt_tokens"]) == 4
-    assert len(result["reuse"]["ttft_short_ns"]) == 3
-    assert len(result["reuse"]["ttft_first_ns"]) == 3
+    assert len(result["reuse"]["ttft_short_ns"]) == 9
+    assert len(result["reuse"]["ttft_first_ns"]) == 9
     assert result["reuse"]["cached_tokens"] is None and result["reuse"]["cached_tokens_reason"]
     assert result["deterministic"] is True
     assert result["server"]["startup_s"] > 0
@@ -429,14 +407,14 @@ def test_probe_finds_reuse_whatever_the_settings_say(tmp_path):
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(FlowError, match=r"takes 0\.\d+ of the time.*own count: None"),
     ):
-        patch.setattr("fp8flow.probe.cached_tokens", lambda serving, prompt: None)
+        patch.setattr("fp8flow.probe.cached_tokens", lambda *_: None)
         probe(tmp_path, backend)
     assert not (tmp_path / "server" / "probe.json").exists()
     assert (tmp_path / "server" / "attempts" / "1" / "failure.json").exists()
 
 
 def test_probe_believes_the_counter_of_the_engine(tmp_path):
-    with pytest.raises(FlowError, match=r"says that it reuses.*prefix_hit_tokens: 7"):
+    with pytest.raises(FlowError, match="cached tokens by its own count: 7"):
         probe(tmp_path, FakeBackend(readings=HITS))
 
 

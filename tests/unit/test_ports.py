@@ -52,14 +52,21 @@ def test_candidates_differ_between_jobs(monkeypatch):
 
 
 def test_a_taken_port_is_passed_over():
-    first = ports.choose_port(HOST, "job")
+    first = ports.choose_ports(HOST, 1, "job")[0]
     with socket.create_server((HOST, first)):
         assert not ports.port_is_free(HOST, first)
-        second = ports.choose_port(HOST, "job")
+        second = ports.choose_ports(HOST, 1, "job")[0]
         assert second != first
         with pytest.raises(FlowError, match=rf"port {first} of {HOST} is taken.*ss -tlnp"):
             ports.require_free_port(HOST, first)
-    assert ports.choose_port(HOST, "job") == first
+    assert ports.choose_ports(HOST, 1, "job")[0] == first
+
+
+def test_several_ports_differ():
+    found = ports.choose_ports(HOST, 5, "job")
+    assert len(set(found)) == 5
+    with socket.create_server((HOST, found[1])):
+        assert found[1] not in ports.choose_ports(HOST, 5, "job")
 
 
 def test_a_listener_on_all_addresses_takes_the_port_too():
@@ -79,7 +86,7 @@ def test_connections_that_wait_for_their_end_do_not_take_the_port():
 
 def test_an_address_of_another_host_is_an_error():
     with pytest.raises(FlowError, match=r"no free port on 192\.0\.2\.1"):
-        ports.choose_port("192.0.2.1")
+        ports.choose_ports("192.0.2.1", 1)
 
 
 def test_the_soft_limit_of_open_files_is_raised():

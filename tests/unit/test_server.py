@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import socket
@@ -12,13 +13,14 @@ import pytest
 import fakeserver
 from fp8flow import guard
 from fp8flow.errors import FlowError
-from fp8flow.ports import choose_port, port_is_free
+from fp8flow.ports import choose_ports, port_is_free
 from fp8flow.server import (
     GuardedProcess,
+    ServerPlan,
     describe_exit,
     get,
     log_tail,
-    running_server,
+    running_servers,
 )
 
 HOST = "127.0.0.1"
@@ -40,17 +42,15 @@ def is_alive(pid):
 def serve(tmp_path):
     """Return a function that runs a command, by default the fake server, as a server."""
 
+    @contextlib.contextmanager
     def start(argv=None, *, port=None, ready_timeout_s=20.0, stop_grace_s=5.0, env=None, **fake):
-        port = port or choose_port(HOST)
-        return running_server(
-            argv(port) if argv else fakeserver.command(port=port, **fake),
-            host=HOST,
-            port=port,
-            log_path=tmp_path / "server.log",
-            ready_timeout_s=ready_timeout_s,
-            stop_grace_s=stop_grace_s,
-            env=env,
-        )
+        port = port or choose_ports(HOST, 1)[0]
+        command = argv(port) if argv else fakeserver.command(port=port, **fake)
+        plan = ServerPlan(command, HOST, port, tmp_path / "server.log", env)
+        with running_servers(
+            [plan], ready_timeout_s=ready_timeout_s, stop_grace_s=stop_grace_s
+        ) as servers:
+            yield servers[0]
 
     return start
 
@@ -100,7 +100,7 @@ def test_slow_to_be_ready(serve):
 
 
 def test_never_ready(serve):
-    port = choose_port(HOST)
+    port = choose_ports(HOST, 1)[0]
     with pytest.raises(FlowError) as raised, serve(port=port, ready_timeout_s=1.5, ready_after=99):
         pytest.fail("not ready")
     assert "not ready after 1.5 s" in str(raised.value)
@@ -221,6 +221,26 @@ def test_a_foreign_server_on_the_port_is_not_taken_for_ours(serve):
         assert foreign.process.poll() is None
 
 
+def test_where_listeners_are_not_told_the_server_is_taken_for_ours(serve, monkeypatch, caplog):
+    """As in a sandbox that hides which process has which socket."""
+    monkeypatch.setattr("psutil.Process.net_connections", lambda self, kind: [])
+    with serve() as server:
+        assert get(HOST, server.port, "/health")[0] == 200
+    assert "is taken for granted" in caplog.text
+
+
+def test_memory_that_the_kernel_does_not_tell_is_no_number():
+    from fp8flow.server import _process_memory
+
+    found = _process_memory([os.getpid(), os.getppid()])
+    assert 5e6 < found["rss_bytes"] <= found["peak_rss_bytes"]
+    # A kernel thread has no memory of its own; one that has ended is left out.
+    threads = [pid for pid, (parent, _) in guard.parent_pids().items() if parent == 2]
+    if threads:
+        assert _process_memory(threads[:1])["rss_bytes"] is None
+    assert _process_memory([2**22 + 1]) == {"rss_bytes": 0, "peak_rss_bytes": 0}
+
+
 def test_the_environment_of_the_server(serve, tmp_path, monkeypatch):
     """It is the one given, and not the job's, with a folder for temporary files of its own."""
     monkeypatch.setenv("ONLY_OF_THE_JOB", "1")
@@ -244,15 +264,15 @@ from pathlib import Path
 import fakeserver
 from fp8flow.cli import Stopped, stop_cleanly_on_signals
 from fp8flow.log import configure_logging
-from fp8flow.ports import choose_port
-from fp8flow.server import running_server
+from fp8flow.ports import choose_ports
+from fp8flow.server import ServerPlan, running_servers
 configure_logging(None)
 stop_cleanly_on_signals()
-port = choose_port("127.0.0.1")
+port = choose_ports("127.0.0.1", 1)[0]
 command = fakeserver.command(port=port, ignore_sigterm=sys.argv[2] == "stubborn")
 try:
-    with running_server(command, host="127.0.0.1", port=port, log_path=Path(sys.argv[1]),
-                        ready_timeout_s=20, stop_grace_s=2) as server:
+    plan = ServerPlan(command, "127.0.0.1", port, Path(sys.argv[1]))
+    with running_servers([plan], ready_timeout_s=20, stop_grace_s=2) as (server,):
         print("ready", port, server.process.pid, server.process._guard.pid, flush=True)
         time.sleep(300)
 except Stopped as stopped:

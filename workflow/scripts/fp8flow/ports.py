@@ -63,15 +63,20 @@ def candidate_ports(identity: str, ephemeral: tuple[int, int]) -> list[int]:
     return [pool[(start + number * step) % len(pool)] for number in range(count)]
 
 
-def choose_port(host: str, identity: str | None = None) -> int:
-    """Return a free port for a server on ``host``.
+def choose_ports(host: str, count: int, identity: str | None = None) -> list[int]:
+    """Return free ports for ``count`` servers on ``host``.
 
     Raises:
-        FlowError: if none of the candidates is free.
+        FlowError: if not enough of the candidates are free.
     """
+    found: list[int] = []
     for port in candidate_ports(identity or job_identity(), ephemeral_range()):
+        if len(found) == count:
+            break
         if port_is_free(host, port):
-            return port
+            found.append(port)
+    if len(found) == count:
+        return found
     raise FlowError(
         f"no free port on {host} among {_CANDIDATES} candidates; see `ss -tlnp` for what listens, "
         "and whether the address belongs to this host"
