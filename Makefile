@@ -11,6 +11,9 @@ TORCH_OWNED := $(addprefix --no-emit-package ,cuda-bindings cuda-pathfinder cuda
   nvidia-cufft nvidia-cufile nvidia-curand nvidia-cusolver nvidia-cusparse nvidia-cusparselt-cu13 \
   nvidia-nccl-cu13 nvidia-nvjitlink nvidia-nvshmem-cu13 nvidia-nvtx triton)
 COMPILE := $(BIN)/uv pip compile --universal --python-version 3.11 --no-annotate --no-header $(TORCH_OWNED)
+# The engines' wheels exist for one platform, and what their CUDA parts work with is part of the pin.
+COMPILE_GPU := $(BIN)/uv pip compile --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+  --no-annotate --no-header
 
 .PHONY: help install demo test lint format config lock clean
 
@@ -54,6 +57,8 @@ lock: install  ## Pin the dependencies anew
 	$(BIN)/python -m pip install --quiet uv
 	$(COMPILE) envs/requirements.in -o envs/requirements.lock
 	$(COMPILE) envs/dev.in -o envs/dev.lock
+	$(COMPILE_GPU) envs/vllm.in -o envs/vllm.lock
+	$(COMPILE_GPU) envs/sglang.in -o envs/sglang.lock
 	$(BIN)/python workflow/scripts/write_conda_env.py
 
 clean:  ## Remove results and Snakemake's notes, not the environment

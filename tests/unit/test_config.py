@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from fp8flow.config import demo_config
+from fp8flow.config_checks import RESERVED
 from fp8flow.config_docs import GENERATED, smallest_config
-from fp8flow.config_file import RESERVED, check_config, load_config
+from fp8flow.config_file import check_config, load_config
 from fp8flow.errors import FlowError
 from fp8flow.pipeline import Pipeline
 
@@ -62,7 +63,7 @@ def test_all_problems_are_reported_at_once() -> None:
     message = message_for(data)
     assert "3 problems" in message
     assert "quantization.method: 'fp8' is not allowed" in message
-    assert "allowed: 'fp8_static', 'fp8_dynamic' or 'none'" in message
+    assert "allowed: 'fp8_static', 'fp8_dynamic', 'none' or 'given'" in message
     assert "harness.max_connections: 0: input should be greater than or equal to 1" in message
     assert "config/README.md" in message
 

@@ -278,7 +278,13 @@ def test_source_in_src_plans_the_same_products(tree: ResultTree) -> None:
 def test_articles_of_the_demo_are_left_out_where_they_are_not_used(tree: ResultTree) -> None:
     assert assemble(tree) == 0
     resources = source_of(tree) / "fp8flow/resources"
-    assert {path.name for path in resources.iterdir()} == {"mlperf", "nltk", "report", "templates"}
+    assert {path.name for path in resources.iterdir()} == {
+        "contracts",
+        "mlperf",
+        "nltk",
+        "report",
+        "templates",
+    }
 
 
 def test_assembling_again_gives_the_same_tree(tree: ResultTree) -> None:

@@ -248,7 +248,7 @@ CASES: dict[str, Change] = {
     "greedy-decoding": change(
         "Server", "performance", "settings/request_fields", {"temperature": 0.7}
     ),
-    "prefix-reuse-off": change("Server", "performance", "server/prefix_reuse", None),
+    "prefix-reuse-off": change("Server", "performance", "server/prefix_reuse", True),
     "same-system": other_server_settings,
     "throughput-units": change("Offline", "performance", "throughput/tokens_per_sample", 4.0),
     "result-recomputed": forged,

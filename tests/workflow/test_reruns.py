@@ -17,7 +17,7 @@ from plan import execute, working_directory
 
 from fp8flow.code_hash import INFRASTRUCTURE, closure
 from fp8flow.config import Config, demo_config
-from fp8flow.config_file import model_in
+from fp8flow.config_file import models_in
 from fp8flow.pipeline import BACKENDS, PROGRAMS, Pipeline
 
 PACKAGE = {
@@ -55,6 +55,7 @@ CASES: dict[str, tuple[Any, set[str]]] = {
     "quantization.kv_cache": ("auto", QUANTIZE),
     "quantization.kv_scales": ("calibrated", QUANTIZE),
     "quantization.exclude": (["lm_head", "*mlp*"], QUANTIZE),
+    "engine.replicas": (2, SERVING),
     "engine.serve.max_batch_size": (4, SERVING),
     "engine.serve.max_batch_tokens": (16384, SERVING),
     "engine.serve.kv_cache_tokens": (1024, SERVING),
@@ -98,6 +99,8 @@ ELSEWHERE = {
     "calibration.path",
     "calibration.id_list",
     "engine.backend",
+    "run.lock",
+    "quantization.stack",
     "harness.name",
     "variants",
     "submission.benchmark",
@@ -110,8 +113,9 @@ def config_keys(model: type = Config, prefix: str = "") -> set[str]:
     keys: set[str] = set()
     for name, field in model.model_fields.items():
         key = f"{prefix}{field.alias or name}"
-        inner = model_in(field.annotation)
-        keys |= {key} if inner is None else config_keys(inner, f"{key}.")
+        # Of several engines the demo has the first; the others have a contract of their own.
+        inner = models_in(field.annotation)[:1]
+        keys |= config_keys(inner[0], f"{key}.") if inner else {key}
     return keys
 
 
@@ -131,7 +135,8 @@ def write_config(checkout: Path, data: dict[str, Any]) -> None:
 
 def test_every_config_key_has_a_case() -> None:
     system = {key for key in config_keys() if key.startswith("system.")}
-    optional = {key for key in config_keys() if key.startswith(("model.synthetic.",))}
+    sections = ("model.synthetic.", "dataset.synthetic.", "calibration.synthetic.")
+    optional = {key for key in config_keys() if key.startswith((*sections, "quantization.given."))}
     interactive = {key for key in config_keys() if key.startswith("scenarios.Interactive.")}
     known = (CASES.keys() - {"scenarios.Interactive"}) | ELSEWHERE | system | optional | interactive
     assert config_keys() == known
@@ -158,6 +163,35 @@ def test_system_description_reruns_no_run(key: str, checkout: Path) -> None:
 
 def test_second_run_has_nothing_to_do(checkout: Path) -> None:
     assert execute(checkout, dry=True) == set()
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"), [("dataset", DATASET), ("calibration", CALIBRATION)]
+)
+def test_synthetic_lengths_rerun_their_section(
+    section: str, expected: set[str], checkout: Path
+) -> None:
+    data = demo_config().model_dump(mode="json")
+    base = {"mean_tokens": 120, "min_tokens": 60, "max_tokens": 300}
+    data[section] |= {"source": "synthetic", "samples": 24, "synthetic": base}
+    write_config(checkout, data)
+    assert execute(checkout, dry=True) == expected
+    execute(checkout, dry=False)
+    lengths = {"mean_tokens": 100, "min_tokens": 50, "max_tokens": 200, "sigma": 0.4, "seed": 7}
+    for key, value in lengths.items():
+        data[section]["synthetic"] = base | {key: value}
+        write_config(checkout, data)
+        assert execute(checkout, dry=True) == expected, key
+
+
+def test_another_lock_reruns_what_its_versions_differ_in(checkout: Path) -> None:
+    lock = checkout / "envs" / "requirements.lock"
+    (checkout / "envs" / "copy.lock").write_text(lock.read_text())
+    write_config(checkout, edited("run.lock", "envs/copy.lock"))
+    assert execute(checkout, dry=True) == set()
+    text = lock.read_text().replace("nvidia-modelopt==0.47.0", "nvidia-modelopt==0.47.1")
+    (checkout / "envs" / "copy.lock").write_text(text)
+    assert execute(checkout, dry=True) == QUANTIZE
 
 
 def test_swapped_values_are_seen(checkout: Path) -> None:
@@ -271,6 +305,8 @@ def _expected_jobs(checkout: Path, edited_file: str) -> set[str]:
     scripts = checkout / "workflow" / "scripts"
     direct = set()
     for rule, program in PROGRAMS.items():
+        if rule == "build_engine":
+            continue  # the demo builds none
         served = rule in ("probe_server", "run_performance", "run_accuracy")
         extra = BACKENDS["transformers"].scripts if served else ()
         if scripts / edited_file in closure(scripts, program.scripts + extra):

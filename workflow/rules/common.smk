@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ if str(SCRIPTS.resolve()) not in sys.path:
 
 from fp8flow.config_file import load_config
 from fp8flow.errors import FlowError
-from fp8flow.pipeline import Pipeline
+from fp8flow.launch import environment_file, launcher
+from fp8flow.pipeline import Pipeline, builds_engine, given_files
 from fp8flow.tools import prefer_own_interpreter
 
 prefer_own_interpreter()
@@ -103,13 +105,52 @@ def limits_file():
     )
 
 
+def engine_of(wildcards):
+    """Return the TensorRT engine if the variant is served from one."""
+    return PIPELINE.find("probe_server", wildcards.variant).needs.get("engine", [])
+
+
+def given_checkpoint(wildcards):
+    """Return the files of a ready checkpoint that the variant takes."""
+    return given_files(PIPELINE.variants[wildcards.variant])
+
+
+def gpus(engine):
+    """Return how many GPUs a variant's servers use."""
+    if engine.backend in ("transformers", "external"):
+        return 0
+    return engine.replicas * engine.tensor_parallel
+
+
 def accelerators(wildcards):
-    """Return how many accelerators the variant's server uses."""
-    return (
-        0
-        if PIPELINE.variants[wildcards.variant].engine.backend == "transformers"
-        else 1
-    )
+    """Return how many GPUs the wildcards' variant uses."""
+    return gpus(PIPELINE.variants[wildcards.variant].engine)
+
+
+def engine_launcher(wildcards):
+    """Return what comes before the engine's commands: nothing, or a container."""
+    engine = PIPELINE.variants[wildcards.variant].engine
+    methods = {
+        method.name.lower() for method in workflow.deployment_settings.deployment_method
+    }
+    try:
+        return shlex.join(
+            launcher(engine.backend, getattr(engine, "version", ""), methods, CHECKOUT)
+        )
+    except FlowError as error:
+        raise WorkflowError(str(error)) from None
+
+
+def quantize_launcher(wildcards):
+    """Return the container of the engine if its ModelOpt quantizes."""
+    stack = PIPELINE.variants[wildcards.variant].quantization.stack
+    return engine_launcher(wildcards) if stack == "engine" else ""
+
+
+def environment():
+    """Return the conda environment of the jobs; none if run.lock is the user's own."""
+    path = environment_file(PIPELINE.config.run.lock, CHECKOUT)
+    return None if path is None else str(path.resolve())
 
 
 def force_stale_products():
@@ -136,7 +177,10 @@ def force_stale_products():
 
 # Undeclared resources are unlimited: without this two measurements could share one accelerator.
 if "gpu" not in workflow.global_resources:
-    workflow.global_resources["gpu"] = Resource("gpu", 1)
+    most = max(1, *(gpus(variant.engine) for variant in PIPELINE.variants.values()))
+    workflow.global_resources["gpu"] = Resource("gpu", most)
 
 if workflow.is_main_process:
+    for warning in PIPELINE.warnings:
+        logger.warning(warning)
     force_stale_products()

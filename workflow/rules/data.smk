@@ -10,7 +10,7 @@ rule fetch_model:
     log:
         "<results>/logs/fetch_model.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("fetch_model"),
     params:
@@ -30,7 +30,7 @@ rule prepare_dataset:
     log:
         "<results>/logs/prepare_dataset.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("prepare_dataset"),
     params:
@@ -50,7 +50,7 @@ rule prepare_calibration:
     log:
         "<results>/logs/prepare_calibration.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("prepare_calibration"),
     params:

@@ -6,6 +6,7 @@ rule probe_server:
     input:
         checkpoint="<results>/{variant}/checkpoint/manifest.json",
         dataset="<results>/data/validation/manifest.json",
+        engine=engine_of,
     output:
         "<results>/{variant}/server/probe.json",
     log:
@@ -14,11 +15,12 @@ rule probe_server:
     # (An ancient() input would hide the runs' own changes whenever the probe reruns.)
     priority: 10
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     threads: CORES
     resources:
         program=program("probe_server"),
         gpu=accelerators,
+        launcher=engine_launcher,
         ready_timeout_s=600,
         stop_grace_s=20,
     params:
@@ -26,6 +28,7 @@ rule probe_server:
     shell:
         "python {resources.program:q} --spec {params.spec:q}"
         " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
+        " --engine {input.engine:q} --launcher {resources.launcher:q}"
         " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
         " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
 
@@ -35,16 +38,18 @@ rule run_performance:
     input:
         checkpoint="<results>/{variant}/checkpoint/manifest.json",
         dataset="<results>/data/validation/manifest.json",
+        engine=engine_of,
     output:
         "<results>/{variant}/{scenario}/performance/run.json",
     log:
         "<results>/logs/{variant}/{scenario}/run_performance.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     threads: CORES
     resources:
         program=program("run_performance"),
         gpu=accelerators,
+        launcher=engine_launcher,
         ready_timeout_s=600,
         stop_grace_s=20,
     params:
@@ -52,6 +57,7 @@ rule run_performance:
     shell:
         "python {resources.program:q} --spec {params.spec:q}"
         " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
+        " --engine {input.engine:q} --launcher {resources.launcher:q}"
         " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
         " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
 
@@ -61,16 +67,18 @@ rule run_accuracy:
     input:
         checkpoint="<results>/{variant}/checkpoint/manifest.json",
         dataset="<results>/data/validation/manifest.json",
+        engine=engine_of,
     output:
         "<results>/{variant}/{scenario}/accuracy/run.json",
     log:
         "<results>/logs/{variant}/{scenario}/run_accuracy.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     threads: CORES
     resources:
         program=program("run_accuracy"),
         gpu=accelerators,
+        launcher=engine_launcher,
         ready_timeout_s=600,
         stop_grace_s=20,
     params:
@@ -78,6 +86,7 @@ rule run_accuracy:
     shell:
         "python {resources.program:q} --spec {params.spec:q}"
         " --checkpoint {input.checkpoint:q} --dataset {input.dataset:q}"
+        " --engine {input.engine:q} --launcher {resources.launcher:q}"
         " --threads {threads} --ready-timeout-s {resources.ready_timeout_s}"
         " --stop-grace-s {resources.stop_grace_s} --output {output:q} --log {log:q}"
 
@@ -93,7 +102,7 @@ rule score_accuracy:
     log:
         "<results>/logs/{variant}/{scenario}/score_accuracy.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     threads: CORES
     resources:
         program=program("score_accuracy"),

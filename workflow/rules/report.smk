@@ -20,7 +20,7 @@ rule render_report:
     log:
         "<results>/logs/render_report.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("render_report"),
     params:

@@ -8,7 +8,7 @@ rule describe_system:
     log:
         "<results>/logs/describe_system.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("describe_system"),
     params:
@@ -39,7 +39,7 @@ rule assemble_submission:
     log:
         "<results>/logs/assemble_submission.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("assemble_submission"),
     params:
@@ -67,7 +67,7 @@ rule validate_submission:
     log:
         "<results>/logs/validate_submission.log",
     conda:
-        "../../envs/fp8flow.yaml"
+        environment()
     resources:
         program=program("validate_submission"),
     params:

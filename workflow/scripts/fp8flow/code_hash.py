@@ -24,6 +24,7 @@ INFRASTRUCTURE = frozenset(
         "fp8flow.cli",
         "fp8flow.errors",
         "fp8flow.guard",
+        "fp8flow.launch",
         "fp8flow.log",
         "fp8flow.ports",
         "fp8flow.records",

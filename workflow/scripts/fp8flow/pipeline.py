@@ -15,14 +15,17 @@ from typing import Any
 
 from fp8flow.code_hash import code_hash, third_party
 from fp8flow.config import DEMO_MODEL
-from fp8flow.config_file import LoadedConfig, Variant
+from fp8flow.config_checks import Variant
+from fp8flow.config_engines import TrtllmEngine
+from fp8flow.config_file import LoadedConfig
 from fp8flow.errors import FlowError
 from fp8flow.fingerprint import fingerprint
+from fp8flow.launch import engine_tools
 from fp8flow.records import Record, lineage, read_record
 from fp8flow.spec import Spec
 from fp8flow.tools import locked_versions
 
-LOCK_FILES = ("envs/requirements.lock", "envs/demo-model.txt")
+DEMO_MODEL_LOCK = "envs/demo-model.txt"
 
 # Distributions whose name is not that of the module they bring.
 DISTRIBUTIONS = {
@@ -33,6 +36,10 @@ DISTRIBUTIONS = {
     "rouge_score": "rouge-score",
     "yaml": "pyyaml",
 }
+
+
+# What runs in a server: its version is engine.version, proven by the server's own answer.
+ENGINE_MODULES = {"vllm"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ PROGRAMS = {
     "prepare_dataset": Program(("prepare_dataset.py",), ("tokenizers",)),
     "prepare_calibration": Program(("prepare_calibration.py",), ("tokenizers",)),
     "quantize": Program(("quantize.py",)),
+    "build_engine": Program(("build_engine.py",)),
     "probe_server": Program(("probe_server.py",)),
     "run_performance": Program(("run_performance.py", "loadgen_worker.py")),
     "run_accuracy": Program(("run_accuracy.py", "loadgen_worker.py")),
@@ -66,9 +74,15 @@ BACKENDS = {
         ("serve_transformers.py", "fp8flow/backends/transformers.py"),
         ("accelerate", "safetensors", "starlette"),
     ),
+    "trtllm": Program(("fp8flow/backends/trtllm.py",)),
+    "vllm": Program(("fp8flow/backends/vllm.py",)),
+    "sglang": Program(("fp8flow/backends/sglang.py",)),
+    "external": Program(("fp8flow/backends/external.py",)),
 }
+# What of engine.serve is fixed when a TensorRT engine is built.
+_BUILT_SIZES = ("max_batch_size", "max_batch_tokens", "max_seq_len")
 # Large products that may be deleted to save space without repeating what was made from them.
-BULKY = {"fetch_model", "prepare_dataset", "prepare_calibration", "quantize"}
+BULKY = {"fetch_model", "prepare_dataset", "prepare_calibration", "quantize", "build_engine"}
 
 
 @dataclass(frozen=True)
@@ -102,17 +116,27 @@ class Pipeline:
     def __init__(self, loaded: LoadedConfig, checkout: Path) -> None:
         self.config = loaded.config
         self.variants = loaded.variants
+        self.warnings = loaded.warnings
         self.checkout = checkout
         self.results = PurePosixPath(loaded.config.run.results)
         self.scenarios = loaded.config.scenarios.chosen()
 
-    def _spec(self, rule: str, settings: dict[str, Any], extra: Program | None = None) -> Spec:
+    def _spec(
+        self,
+        rule: str,
+        settings: dict[str, Any],
+        extra: Program | None = None,
+        stack: Mapping[str, str] | None = None,
+    ) -> Spec:
+        """Return a spec; ``stack``: versions where the tools are not those of run.lock."""
         parts = [PROGRAMS[rule], *([extra] if extra else [])]
         scripts = [script for part in parts for script in part.scripts]
         root = self.checkout / "workflow" / "scripts"
-        names = {DISTRIBUTIONS.get(name, name) for name in third_party(root, scripts)}
+        found = third_party(root, scripts) - ENGINE_MODULES
+        names = {DISTRIBUTIONS.get(name, name) for name in found}
         names |= {name for part in parts for name in part.more_tools}
-        tools = locked_versions([self.checkout / name for name in LOCK_FILES], names)
+        locks = [self.checkout / self.config.run.lock, self.checkout / DEMO_MODEL_LOCK]
+        tools = locked_versions(locks, names) if stack is None else dict(stack)
         return Spec(rule, settings, code_hash(root, scripts), tools)
 
     def _resources(self, *names: str) -> dict[str, str]:
@@ -194,18 +218,48 @@ class Pipeline:
     def _per_variant(self) -> Iterator[Product]:
         for variant in self.variants.values():
             yield self._quantize(variant)
+            if builds_engine(variant):
+                yield self._build(variant)
             yield self._probe(variant)
             for scenario in self.scenarios:
                 yield from self._runs(variant, scenario)
 
     def _quantize(self, variant: Variant) -> Product:
-        settings: dict[str, Any] = {"quantization": variant.quantization.model_dump(mode="json")}
+        quantization, engine = variant.quantization, variant.engine
+        settings: dict[str, Any] = {
+            "quantization": quantization.model_dump(mode="json"),
+            "format": "tensorrt_llm" if builds_engine(variant) else "unified_hf",
+            "sources": self._given_sources(variant),
+        }
         needs = {"model": self._at("model", "manifest.json")}
-        if variant.quantization.method != "none":
+        if is_calibrated(variant):
             settings["calibration"] = {"batch_size": self.config.calibration.batch_size}
             needs["calibration"] = self._at("data", "calibration", "manifest.json")
+        if isinstance(engine, TrtllmEngine) and builds_engine(variant):
+            settings["tensor_parallel"] = engine.tensor_parallel
+        stack = None
+        if isinstance(engine, TrtllmEngine) and quantization.stack == "engine":
+            settings["stack"] = {"backend": engine.backend, "version": engine.version}
+            stack = engine_tools(engine.backend, engine.version, self.checkout)
         record = self._at(variant.name, "checkpoint", "manifest.json")
-        return Product("quantize", record, self._spec("quantize", settings), needs, variant.name)
+        spec = self._spec("quantize", settings, stack=stack)
+        return Product("quantize", record, spec, needs, variant.name)
+
+    def _given_sources(self, variant: Variant) -> dict[str, str]:
+        files = map(Path, given_files(variant))
+        return {path.name: fingerprint(path) for path in files}
+
+    def _build(self, variant: Variant) -> Product:
+        section = variant.engine.model_dump(mode="json")
+        engine = {key: section[key] for key in ("backend", "version", "tensor_parallel", "build")}
+        engine["serve"] = {key: section["serve"][key] for key in _BUILT_SIZES}
+        return Product(
+            "build_engine",
+            self._at(variant.name, "engine", "manifest.json"),
+            self._spec("build_engine", {"engine": engine}),
+            {"checkpoint": self._at(variant.name, "checkpoint", "manifest.json")},
+            variant.name,
+        )
 
     def _serving(self, variant: Variant) -> dict[str, Any]:
         return {
@@ -214,10 +268,13 @@ class Pipeline:
         }
 
     def _run_needs(self, variant: Variant) -> dict[str, str]:
-        return {
+        needs = {
             "checkpoint": self._at(variant.name, "checkpoint", "manifest.json"),
             "dataset": self._at("data", "validation", "manifest.json"),
         }
+        if builds_engine(variant):
+            needs["engine"] = self._at(variant.name, "engine", "manifest.json")
+        return needs
 
     def _probe(self, variant: Variant) -> Product:
         return Product(
@@ -286,7 +343,7 @@ class Pipeline:
             "dataset": self._at("data", "validation", "manifest.json"),
             "checkpoint": self._at(chosen, "checkpoint", "manifest.json"),
         }
-        if self.variants[chosen].quantization.method != "none":
+        if is_calibrated(self.variants[chosen]):
             shared["calibration"] = self._at("data", "calibration", "manifest.json")
         package = self._at("submission", "manifest.json")
         verdict = self._at("submission", "verdict.json")
@@ -361,8 +418,8 @@ class Pipeline:
         id_list = getattr(settings, "id_list", None)
         if id_list and "://" not in id_list:
             found.append(Path(id_list))
-        geometry = getattr(settings, "synthetic", None)
-        if geometry is not None and geometry.tokenizer != DEMO_MODEL:
+        geometry = self.config.model.synthetic if section == "model" else None
+        if geometry is not None and geometry.tokenizer not in (DEMO_MODEL, "generated"):
             found += _files(Path(geometry.tokenizer))
         return [str(path) for path in found]
 
@@ -412,6 +469,23 @@ class Pipeline:
         product = self.products[record]
         sources = {self.lineage(needed) for needed in product.needs.values()}
         return lineage(product.spec.as_dict(), sources)
+
+
+def builds_engine(variant: Variant) -> bool:
+    """Return whether the variant is served from a TensorRT engine."""
+    return isinstance(variant.engine, TrtllmEngine) and variant.engine.path == "engine"
+
+
+def is_calibrated(variant: Variant) -> bool:
+    """Return whether the variant's checkpoint is made with the calibration set."""
+    return variant.quantization.method not in ("none", "given")
+
+
+def given_files(variant: Variant) -> list[str]:
+    """Return the files of a checkpoint folder that the variant takes as it is."""
+    given = variant.quantization.given
+    path = None if given is None else given.path
+    return [str(file) for file in _files(Path(path))] if path else []
 
 
 def _read_or_none(path: Path) -> Record | None:

@@ -75,6 +75,9 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 def check_tools(pinned: Mapping[str, str]) -> None:
     """Compare installed versions with the pinned ones; a local suffix such as +cpu is ignored.
 
+    Args:
+        pinned: versions by distribution; ``X.*`` allows every version that begins with ``X.``.
+
     Raises:
         FlowError: listing every difference.
     """
@@ -82,7 +85,7 @@ def check_tools(pinned: Mapping[str, str]) -> None:
     wrong = [
         f"{name}: pinned {version}, installed {installed[name]}"
         for name, version in sorted(pinned.items())
-        if installed[name].split("+")[0] != version.split("+")[0]
+        if not _agree(installed[name].split("+")[0], version.split("+")[0])
     ]
     if wrong:
         listed = "\n  ".join(wrong)
@@ -90,3 +93,9 @@ def check_tools(pinned: Mapping[str, str]) -> None:
             f"the environment differs from the lock file:\n  {listed}\n"
             "Run `make install`, or pin what is installed with `make lock`."
         )
+
+
+def _agree(installed: str, pinned: str) -> bool:
+    if pinned.endswith(".*"):
+        return f"{installed}.".startswith(pinned.removesuffix("*"))
+    return installed == pinned

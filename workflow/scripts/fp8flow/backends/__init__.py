@@ -8,56 +8,112 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from fp8flow.errors import FlowError
 
-KNOWN = ("transformers",)
+KNOWN = ("transformers", "trtllm", "vllm", "sglang", "external")
+PageKind = Literal["json", "text"]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server loads.
+
+    Attributes:
+        checkpoint: folder of the checkpoint.
+        tokenizer: folder with the tokenizer's files and a Hugging Face config.json.
+        quant_algo: ``FP8``, ``FP8_PER_CHANNEL_PER_TOKEN``, or None for unquantized weights.
+        kv_cache: ``fp8`` or ``auto`` (the precision of the activations).
+        engine: folder of the TensorRT engine, for the backend that needs one.
+    """
+
+    checkpoint: Path
+    tokenizer: Path
+    quant_algo: str | None
+    kv_cache: str
+    engine: Path | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how one server runs; nothing here changes what it answers.
+
+    Attributes:
+        host: address that it listens on.
+        port: port that it listens on.
+        model_name: name that it gives the model.
+        threads: CPU threads.
+        files: folder that holds the backend's ``serve_files``.
+    """
+
+    host: str
+    port: int
+    model_name: str
+    threads: int
+    files: Path
 
 
 class Backend(Protocol):
     """What a load job needs to know of an inference engine.
 
+    ``engine`` is always the configuration's section ``engine``, with all defaults filled in.
+
     Attributes:
         name: value of ``engine.backend``.
-        uses_gpu: whether the server occupies a GPU; else the whole host.
-        settings_path: where the server shows its effective settings (GET, JSON).
+        uses_gpu: whether the server occupies GPUs; else the whole host.
+        starts_server: whether the job starts the server; else it runs already.
         streams_token_ids: whether answers carry their token ids.
+        reports_prefix_reuse: whether the server says if it reuses prefixes. Where it does not,
+            only the probe's measurement can show it.
+        pages: what is read from the server about its settings: path -> how to read it.
     """
 
     name: str
     uses_gpu: bool
-    settings_path: str
+    starts_server: bool
     streams_token_ids: bool
+    reports_prefix_reuse: bool
+    pages: Mapping[str, PageKind]
 
-    def serve_command(
-        self,
-        checkpoint: Path,
-        serve: Mapping[str, Any],
-        *,
-        model_name: str,
-        host: str,
-        port: int,
-        threads: int,
-    ) -> list[str]:
-        """Return the server's command line; ``serve`` is the config section engine.serve."""
+    def serve_files(self, engine: Mapping[str, Any], served: Served) -> dict[str, str]:
+        """Return the files that the server reads: name -> text."""
 
-    def serve_environment(self, threads: int) -> dict[str, str]:
+    def serve_command(self, engine: Mapping[str, Any], served: Served, place: Place) -> list[str]:
+        """Return the server's command line."""
+
+    def serve_environment(self, engine: Mapping[str, Any], threads: int) -> dict[str, str]:
         """Return the variables that the server needs."""
 
-    def request_fields(self, min_tokens: int) -> dict[str, Any]:
-        """Return the fields of a greedy request beyond the common ones."""
+    def request_fields(self, min_tokens: int, max_tokens: int) -> dict[str, Any]:
+        """Return the fields of a greedy request beyond the common ones.
 
-    def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        With ``min_tokens == max_tokens`` every answer has exactly that length.
+        """
+
+    def asked(self, engine: Mapping[str, Any], served: Served) -> dict[str, Any]:
+        """Return what the server was told, under the names of :meth:`parse_settings`.
+
+        Only what the server reports again: each value here must come back unchanged.
+        """
+
+    def parse_settings(self, pages: Mapping[str, Any], log: str) -> dict[str, Any]:
         """Return the effective settings under common names.
 
-        ``prefix_reuse`` is among them. ``counters`` is the one part that may change while the
-        server runs; its ``prefix_hit_tokens``, if the engine has it, counts tokens of prompts that
-        were taken from the cache of another request.
+        ``engine`` (name and version), ``prefix_reuse`` (None: not told), ``max_batch_size``,
+        ``max_batch_tokens``, ``max_model_len``, ``kv_cache_tokens``, ``kv_cache_dtype``,
+        ``quantization``, ``dtype``; what an engine does not tell is left out. ``counters`` is the
+        one part that may change while the server runs; its ``prefix_hit_tokens``, if the engine
+        has it, counts tokens of prompts that were taken from the cache of another request.
+
+        Args:
+            pages: the answers to :attr:`pages`, by path.
+            log: the server's log so far.
 
         Raises:
-            FlowError: if the answer lacks what is needed to tell.
+            FlowError: if the answers lack what is needed to tell.
         """
 
 

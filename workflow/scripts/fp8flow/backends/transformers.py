@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fp8flow.backends import PageKind, Place, Served
 from fp8flow.errors import FlowError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "serve_transformers.py"
+_PAGE = "/fp8flow/settings"
 _SERVE_KEYS = ("max_batch_size", "max_batch_tokens", "kv_cache_tokens")
 
 
@@ -18,42 +20,44 @@ class TransformersBackend:
 
     name = "transformers"
     uses_gpu = False
-    settings_path = "/fp8flow/settings"
+    starts_server = True
     streams_token_ids = True
+    reports_prefix_reuse = True
+    pages: Mapping[str, PageKind] = {_PAGE: "json"}
 
-    def serve_command(
-        self,
-        checkpoint: Path,
-        serve: Mapping[str, Any],
-        *,
-        model_name: str,
-        host: str,
-        port: int,
-        threads: int,
-    ) -> list[str]:
+    def serve_files(self, engine: Mapping[str, Any], served: Served) -> dict[str, str]:
+        """Return no files: everything is on the command line."""
+        return {}
+
+    def serve_command(self, engine: Mapping[str, Any], served: Served, place: Place) -> list[str]:
         """Return the argv of the embedded server."""
-        argv = [sys.executable, str(PROGRAM), "--model", str(checkpoint)]
-        argv += ["--served-model-name", model_name, "--host", host, "--port", str(port)]
-        argv += ["--threads", str(threads)]
+        argv = [sys.executable, str(PROGRAM), "--model", str(served.checkpoint)]
+        argv += ["--served-model-name", place.model_name]
+        argv += ["--host", place.host, "--port", str(place.port), "--threads", str(place.threads)]
         for key in _SERVE_KEYS:
-            argv += [f"--{key.replace('_', '-')}", str(serve[key])]
+            argv += [f"--{key.replace('_', '-')}", str(engine["serve"][key])]
         return argv
 
-    def serve_environment(self, threads: int) -> dict[str, str]:
+    def serve_environment(self, engine: Mapping[str, Any], threads: int) -> dict[str, str]:
         """Return the OpenMP settings; torch reads them when it is loaded."""
         # Threads that wait by spinning lose whole time slices when a client shares their cores.
         return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
-    def request_fields(self, min_tokens: int) -> dict[str, Any]:
+    def request_fields(self, min_tokens: int, max_tokens: int) -> dict[str, Any]:
         """Return the greedy fields of this server's dialect."""
         return {"min_tokens": min_tokens, "top_k": 1}
 
-    def parse_settings(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def asked(self, engine: Mapping[str, Any], served: Served) -> dict[str, Any]:
+        """Return the batch limits."""
+        return {key: engine["serve"][key] for key in ("max_batch_size", "max_batch_tokens")}
+
+    def parse_settings(self, pages: Mapping[str, Any], log: str) -> dict[str, Any]:
         """Return the settings in effect; prefixes count as reused if blocks may be shared.
 
         Raises:
             FlowError: if the server does not report what is needed to tell.
         """
+        answer = pages[_PAGE]
         try:
             counters, cache = answer["counters"], answer["kv_cache"]
             shared = answer["prefix_reuse"] or answer["allow_block_sharing"]
@@ -72,8 +76,7 @@ class TransformersBackend:
             }
         except (KeyError, TypeError) as error:
             raise FlowError(
-                f"the server's {self.settings_path} lacks {error}: is another program listening "
-                "on its port?"
+                f"the server's {_PAGE} lacks {error}: is another program listening on its port?"
             ) from error
 
 
