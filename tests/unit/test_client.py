@@ -343,3 +343,17 @@ def test_fields_of_the_backend_win() -> None:
         "temperature": 0.5,
         "top_k": 1,
     }
+
+
+def test_connection_works_without_the_attribute_that_older_aiohttp_lacks() -> None:
+    """Its 3.14.3, which the lock of a GPU environment pins, has no ``_buffer_paused``."""
+
+    async def resume() -> None:
+        connector = client._connector_class()(limit=1)
+        connection = connector._factory()
+        if hasattr(connection, "_buffer_paused"):
+            del connection._buffer_paused
+        connection.resume_reading()
+        await connector.close()
+
+    asyncio.run(resume())

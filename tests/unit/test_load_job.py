@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -333,7 +334,8 @@ def test_prompts_are_read_as_they_are(tmp_path):
 class _Serving:
     """What job_settings looks at."""
 
-    def __init__(self, rows, checkpoint, streams_token_ids):
+    def __init__(self, rows, checkpoint, streams_token_ids, source="hub"):
+        self.dataset = SimpleNamespace(result={"source": source})
         self.backend = FakeBackend()
         self.backend.streams_token_ids = streams_token_ids
         self.workload = self.served = self
@@ -364,6 +366,13 @@ def test_settings_are_official_only_for_the_official_set(
     assert (job.scenario, job.mode, job.max_connections) == ("Server", mode, 16)
     expected = None if mode == "performance" else tmp_path / "tokenizer.json"
     assert job.tokenizer == expected
+
+
+def test_random_tokens_are_never_official(tmp_path):
+    serving = _Serving(13_368, tmp_path, streams_token_ids=True, source="synthetic")
+    settings = job_settings(make_spec("performance", "Server"), "performance", serving, tmp_path)
+    assert settings["official"] is False
+    assert settings["why"] == "the data set is made of random tokens"
 
 
 def test_earlier_attempts_are_told_in_one_line(tmp_path, caplog):

@@ -335,8 +335,9 @@ def _connector_class() -> type[aiohttp.TCPConnector]:
                 self.listener()
 
         def resume_reading(self, resume_parser: bool = True) -> None:
-            # Every read from a stream ends here, and aiohttp would run its parser again.
-            if self._reading_paused or self._buffer_paused:
+            # Every read from a stream ends here, and aiohttp would run its parser again. Its
+            # 3.14.3 has no second reason to pause, and no attribute for it.
+            if self._reading_paused or getattr(self, "_buffer_paused", False):
                 super().resume_reading(resume_parser)
 
         def connection_lost(self, exc: BaseException | None) -> None:

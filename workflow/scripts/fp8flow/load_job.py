@@ -123,7 +123,9 @@ def job_settings(spec: Spec, mode: str, serving: Serving, attempt: Path) -> dict
     own_limits = [key for key in ("ttft_limit_ms", "tpot_limit_ms") if scenario[key] is not None]
     rows = len(serving.workload.prompts)
     why = ""
-    if rows != OFFICIAL_ROWS:
+    if serving.workload.dataset.result.get("source") == "synthetic":
+        why = "the data set is made of random tokens"
+    elif rows != OFFICIAL_ROWS:
         why = f"the data set has {rows} rows; the benchmark's has {OFFICIAL_ROWS}"
     elif own_limits:
         why = f"{' and '.join(own_limits)} set in the configuration"
