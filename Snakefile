@@ -23,6 +23,12 @@ rule checkpoint:
         expand("<results>/{variant}/checkpoint/manifest.json", variant=VARIANTS),
 
 
+rule engine:
+    """The TensorRT engine of every variant that is served from one."""
+    input:
+        expand("<results>/{variant}/engine/manifest.json", variant=BUILT),
+
+
 rule probe:
     """A server that starts, answers, and proves that prefix reuse is off, for every variant."""
     input:

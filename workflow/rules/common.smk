@@ -43,6 +43,7 @@ def load_pipeline():
 
 PIPELINE = load_pipeline()
 VARIANTS = list(PIPELINE.variants)
+BUILT = [name for name, it in PIPELINE.variants.items() if builds_engine(it)]
 SCENARIOS = list(PIPELINE.scenarios)
 SUBMITTED = PIPELINE.config.submission.variant
 

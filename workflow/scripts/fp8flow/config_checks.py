@@ -63,6 +63,7 @@ def _missing_paths(config: Config) -> Iterator[Problem]:
 
 
 def cross_checks(config: Config, variants: Mapping[str, Variant]) -> Iterator[Problem]:
+    """Yield what is wrong between keys, or between a key and the disk."""
     yield from _needs(
         "model",
         config.model,
@@ -98,12 +99,17 @@ def cross_checks(config: Config, variants: Mapping[str, Variant]) -> Iterator[Pr
 def _synthetic_lengths(config: Config) -> Iterator[Problem]:
     for section in ("dataset", "calibration"):
         lengths = getattr(config, section).synthetic
-        if lengths and not lengths.min_tokens <= lengths.mean_tokens <= lengths.max_tokens:
+        if lengths is None:
+            continue
+        least, mean, most = lengths.min_tokens, lengths.mean_tokens, lengths.max_tokens
+        if not (least < mean < most or least == mean == most):
             yield Problem(
                 (section, "synthetic"),
-                f"min_tokens {lengths.min_tokens}, mean_tokens {lengths.mean_tokens} and "
-                f"max_tokens {lengths.max_tokens} are not in this order",
+                f"min_tokens {least}, mean_tokens {mean} and max_tokens {most} are neither "
+                "increasing nor all equal",
             )
+    if config.calibration.source == "synthetic" and config.calibration.id_list is not None:
+        yield Problem(("calibration", "id_list"), "means nothing with source: synthetic")
 
 
 def _inside_results(config: Config) -> Iterator[Problem]:
@@ -195,6 +201,7 @@ def _trtllm_checks(config: Config, variant: Variant, place: Location) -> Iterato
     serve = engine.serve
     if engine.path == "pytorch":
         return
+    yield from _engine_format_checks(config, variant, (*place, "quantization"))
     for key in ("stream_interval", "cuda_graph_max_batch_size", "sampler"):
         if getattr(serve, key) is not None:
             yield Problem(
@@ -210,6 +217,32 @@ def _trtllm_checks(config: Config, variant: Variant, place: Location) -> Iterato
             f"{longest} tokens",
             f"set it to {longest} or more",
         )
+
+
+def _engine_format_checks(config: Config, variant: Variant, place: Location) -> Iterator[Problem]:
+    """Check what the TensorRT-LLM checkpoint format cannot hold."""
+    quantization, engine = variant.quantization, variant.engine
+    other = "use engine.path: pytorch"
+    if quantization.method in ("fp8_static", "fp8_dynamic") and quantization.exclude != ["lm_head"]:
+        yield Problem(
+            (*place, "exclude"),
+            f"{quantization.exclude} cannot be written for a TensorRT engine",
+            f"exclude exactly lm_head, or {other}",
+        )
+    if quantization.method == "none" and quantization.kv_cache == "fp8":
+        yield Problem(
+            (*place, "kv_cache"),
+            "fp8 with method: none cannot be written for a TensorRT engine",
+            f"use kv_cache: auto, or {other}",
+        )
+    geometry = config.model.synthetic if config.model.source == "synthetic" else None
+    parallel = getattr(engine, "tensor_parallel", 1)
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if geometry is not None and getattr(geometry, key) % parallel:
+            yield Problem(
+                ("model", "synthetic", key),
+                f"{getattr(geometry, key)} is no multiple of engine.tensor_parallel {parallel}",
+            )
 
 
 def _size_checks(config: Config, variant: Variant, place: Location) -> Iterator[Problem]:

@@ -54,7 +54,20 @@ _KV_CACHE = {
         "FP8 E4M3, one static scale per layer for K and for V: the largest magnitude seen on the "
         "calibration set divided by the largest E4M3 number"
     ),
+    "given": "FP8 E4M3, scales as in the given checkpoint",
+    "absent": "FP8 E4M3, all scales 1.0 (the given checkpoint has none)",
 }
+_METHODS = {"FP8": "fp8_static", "FP8_PER_CHANNEL_PER_TOKEN": "fp8_dynamic", None: "none"}
+
+
+def _quantization(checkpoint: Record) -> dict[str, Any]:
+    """Return how a checkpoint is quantized: as configured, or as a given one says."""
+    section: dict[str, Any] = checkpoint.spec["settings"]["quantization"]
+    if section["method"] != "given":
+        return section
+    result = checkpoint.result
+    found = {key: result[key] for key in ("kv_cache", "kv_scales", "exclude")}
+    return section | found | {"method": _METHODS[result["quant_algo"]]}
 
 
 def kv_cache_method(quantization: Mapping[str, Any]) -> str:
@@ -68,7 +81,7 @@ def kv_cache_method(quantization: Mapping[str, Any]) -> str:
 
 def tensor_kinds(checkpoint: Record) -> list[tuple[str, str]]:
     """Return kind of tensor and how it is quantized."""
-    quantization = checkpoint.spec["settings"]["quantization"]
+    quantization = _quantization(checkpoint)
     method = quantization["method"]
     dtype = str(checkpoint.result.get("dtype") or DASH)
     return [
@@ -82,15 +95,17 @@ def tensor_kinds(checkpoint: Record) -> list[tuple[str, str]]:
 
 def weight_data_type(checkpoint: Record) -> str:
     """Return the data type of the weights for measurements.json."""
-    method = checkpoint.spec["settings"]["quantization"]["method"]
+    method = _quantization(checkpoint)["method"]
     return str(checkpoint.result.get("dtype") or DASH) if method == "none" else "fp8"
 
 
 def weight_transformations(checkpoint: Record) -> str:
     """Return what was done to the weights in one sentence, for measurements.json."""
-    method = checkpoint.spec["settings"]["quantization"]["method"]
+    method = _quantization(checkpoint)["method"]
     if method == "none":
         return "none"
+    if checkpoint.spec["settings"]["quantization"]["method"] == "given":
+        return f"quantized before it was given to fp8flow: {_WEIGHTS[method]}; see calibration.md"
     version = checkpoint.result.get("versions", {}).get("nvidia-modelopt", DASH)
     return f"quantized with NVIDIA ModelOpt {version}: {_WEIGHTS[method]}; see calibration.md"
 
