@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
 from fp8flow.config_file import load_config  # noqa: E402
 
 COLUMNS = (
-    "run", "tokens/s", "samples/s", "samples", "duration s", "TTFT p99 ms", "TPOT p99 ms", "start s",
-    "client cores", "power W", "SM MHz", "GPU memory GiB",
+    "run", "tokens/s", "samples/s", "samples", "duration s", "TTFT p99 ms", "TPOT p99 ms",
+    "start s", "client cores", "power W", "SM MHz", "GPU memory GiB",
 )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 The ratio of a run over HTTP (tests/bench/bench_engines.py) to this is what serving costs. Takes
 checkpoint and prompts that the workflow has made, and the engine's settings of one variant.
 
-Run: python tests/bench/bench_vllm_in_process.py --configfile config/h200-synthetic.yaml --variant fp8
+Run: bench_vllm_in_process.py --configfile config/h200-synthetic.yaml --variant fp8
 """
 
 from __future__ import annotations
