@@ -17,8 +17,8 @@ from fp8flow import synthetic_model
 from fp8flow.errors import FlowError
 from fp8flow.gguf_model import find_gguf
 from fp8flow.model import fetch_model
-from fp8flow.model_folder import check_model_folder
-from fp8flow.records import read_record, verify_record
+from fp8flow.model_folder import check_model_folder, take_folder
+from fp8flow.records import NOTE, read_record, verify_record
 from fp8flow.rope import Rope, check_export
 from fp8flow.synthetic_model import write_synthetic
 
@@ -431,3 +431,13 @@ def test_package_product_names_no_path_of_this_machine(smollm2):
     for path in smollm2.root.glob("*.json"):
         if path.name != "manifest.json":
             assert str(find_gguf().parent) not in path.read_text()
+
+
+def test_note_of_a_product_is_not_taken_with_its_files(tmp_path):
+    """The copy gets a note of its own, which would be written over a hard link or a record."""
+    source, copy = build_model(tmp_path / "model"), tmp_path / "checkpoint"
+    copy.mkdir()
+    (source / NOTE).write_text("{}")
+    take_folder(source, copy, trust_remote_code=False)
+    assert (copy / "config.json").is_file()
+    assert not (copy / NOTE).exists()
