@@ -19,7 +19,7 @@ if str(SCRIPTS.resolve()) not in sys.path:
 from fp8flow.config_file import load_config
 from fp8flow.errors import FlowError
 from fp8flow.launch import environment_file, launcher
-from fp8flow.pipeline import Pipeline, builds_engine, given_files
+from fp8flow.pipeline import Pipeline, given_files
 from fp8flow.tools import prefer_own_interpreter
 
 prefer_own_interpreter()
@@ -43,7 +43,7 @@ def load_pipeline():
 
 PIPELINE = load_pipeline()
 VARIANTS = list(PIPELINE.variants)
-BUILT = [name for name, it in PIPELINE.variants.items() if builds_engine(it)]
+BUILT = [name for name, it in PIPELINE.variants.items() if it.builds_engine]
 SCENARIOS = list(PIPELINE.scenarios)
 SUBMITTED = PIPELINE.config.submission.variant
 
@@ -116,16 +116,9 @@ def given_checkpoint(wildcards):
     return given_files(PIPELINE.variants[wildcards.variant])
 
 
-def gpus(engine):
-    """Return how many GPUs a variant's servers use."""
-    if engine.backend in ("transformers", "external"):
-        return 0
-    return engine.replicas * engine.tensor_parallel
-
-
 def accelerators(wildcards):
     """Return how many GPUs the wildcards' variant uses."""
-    return gpus(PIPELINE.variants[wildcards.variant].engine)
+    return PIPELINE.variants[wildcards.variant].gpus
 
 
 def engine_launcher(wildcards):
@@ -178,7 +171,7 @@ def force_stale_products():
 
 # Undeclared resources are unlimited: without this two measurements could share one accelerator.
 if "gpu" not in workflow.global_resources:
-    most = max(1, *(gpus(variant.engine) for variant in PIPELINE.variants.values()))
+    most = max(1, *(variant.gpus for variant in PIPELINE.variants.values()))
     workflow.global_resources["gpu"] = Resource("gpu", most)
 
 if workflow.is_main_process:

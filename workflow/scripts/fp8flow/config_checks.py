@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fp8flow.config import Config, QuantizationConfig
-from fp8flow.config_engines import Engine, ExternalEngine, TransformersEngine, TrtllmEngine
+from fp8flow.config_engines import (
+    Engine,
+    ExternalEngine,
+    GpuEngine,
+    TransformersEngine,
+    TrtllmEngine,
+)
 
 # Folders below results/ that are not variants.
 RESERVED = frozenset({"model", "data", "system", "submission", "report", "logs"})
@@ -39,6 +45,22 @@ class Variant:
     name: str
     quantization: QuantizationConfig
     engine: Engine
+
+    @property
+    def builds_engine(self) -> bool:
+        """Whether it is served from a TensorRT engine."""
+        return isinstance(self.engine, TrtllmEngine) and self.engine.path == "engine"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether its checkpoint is made with the calibration set."""
+        return self.quantization.method not in ("none", "given")
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs its servers occupy."""
+        engine = self.engine
+        return engine.replicas * engine.tensor_parallel if isinstance(engine, GpuEngine) else 0
 
 
 def _needs(section: str, config: Any, rules: Mapping[str, tuple[str, ...]]) -> Iterator[Problem]:
@@ -139,8 +161,8 @@ def _variant_checks(config: Config, variant: Variant) -> Iterator[Problem]:
     yield from _given_checks(variant, (*place, "quantization"))
     if isinstance(variant.engine, TransformersEngine):
         yield from _embedded_checks(config, variant.engine, (*place, "engine", "serve"))
-    elif isinstance(variant.engine, TrtllmEngine):
-        yield from _trtllm_checks(config, variant, place)
+    elif variant.builds_engine:
+        yield from _built_engine_checks(config, variant, place)
     elif isinstance(variant.engine, ExternalEngine) and config.harness.min_output_tokens > 1:
         yield Problem(
             ("harness", "min_output_tokens"),
@@ -176,7 +198,7 @@ def _given_checks(variant: Variant, place: Location) -> Iterator[Problem]:
             yield Problem((*place, "given", key), f"is required with source: {given.source}")
     if given.path is not None and not Path(given.path).is_dir():
         yield Problem((*place, "given", "path"), f"{given.path!r} is no folder")
-    if isinstance(engine, TrtllmEngine) and engine.path == "engine":
+    if variant.builds_engine:
         yield Problem(
             (*place, "method"),
             "a given Hugging Face checkpoint has no form that trtllm-build reads",
@@ -195,12 +217,10 @@ def _embedded_checks(
         )
 
 
-def _trtllm_checks(config: Config, variant: Variant, place: Location) -> Iterator[Problem]:
+def _built_engine_checks(config: Config, variant: Variant, place: Location) -> Iterator[Problem]:
     engine = variant.engine
     assert isinstance(engine, TrtllmEngine)
     serve = engine.serve
-    if engine.path == "pytorch":
-        return
     yield from _engine_format_checks(config, variant, (*place, "quantization"))
     for key in ("stream_interval", "cuda_graph_max_batch_size", "sampler"):
         if getattr(serve, key) is not None:

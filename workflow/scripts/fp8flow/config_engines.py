@@ -65,6 +65,16 @@ class TransformersEngine(Section):
     )
 
 
+class GpuEngine(Section):
+    """What all engines on GPUs have."""
+
+    backend: str
+    version: str
+    replicas: PositiveInt = Field(1, description=_REPLICAS)
+    tensor_parallel: PositiveInt = Field(1, description=_TENSOR_PARALLEL)
+    environment: Environment = Field(default_factory=dict, description=_ENVIRONMENT)
+
+
 class TrtllmBuild(Section):
     """Settings of `trtllm-build` (`path: engine`); sizes come from `serve`."""
 
@@ -118,7 +128,7 @@ class TrtllmServe(Section):
     )
 
 
-class TrtllmEngine(Section):
+class TrtllmEngine(GpuEngine):
     """NVIDIA TensorRT-LLM."""
 
     backend: Literal["trtllm"] = Field(
@@ -132,9 +142,6 @@ class TrtllmEngine(Section):
             "`pytorch`: the unified FP8 checkpoint with `trtllm-serve --backend pytorch`."
         ),
     )
-    replicas: PositiveInt = Field(1, description=_REPLICAS)
-    tensor_parallel: PositiveInt = Field(1, description=_TENSOR_PARALLEL)
-    environment: Environment = Field(default_factory=dict, description=_ENVIRONMENT)
     build: TrtllmBuild = Field(default_factory=TrtllmBuild, description="Engine build.")
     serve: TrtllmServe = Field(default_factory=TrtllmServe, description="Serving settings.")
 
@@ -174,14 +181,11 @@ class VllmServe(Section):
     )
 
 
-class VllmEngine(Section):
+class VllmEngine(GpuEngine):
     """vLLM."""
 
     backend: Literal["vllm"] = Field(description="`vllm`: `vllm serve` on GPUs.")
     version: Literal["0.25.1", "0.33.0"] = Field("0.25.1", description=_VERSION)
-    replicas: PositiveInt = Field(1, description=_REPLICAS)
-    tensor_parallel: PositiveInt = Field(1, description=_TENSOR_PARALLEL)
-    environment: Environment = Field(default_factory=dict, description=_ENVIRONMENT)
     serve: VllmServe = Field(default_factory=VllmServe, description="Serving settings.")
 
 
@@ -214,14 +218,11 @@ class SglangServe(Section):
     )
 
 
-class SglangEngine(Section):
+class SglangEngine(GpuEngine):
     """SGLang."""
 
     backend: Literal["sglang"] = Field(description="`sglang`: SGLang's server on GPUs.")
     version: Literal["0.5.10.post1"] = Field("0.5.10.post1", description=_VERSION)
-    replicas: PositiveInt = Field(1, description=_REPLICAS)
-    tensor_parallel: PositiveInt = Field(1, description=_TENSOR_PARALLEL)
-    environment: Environment = Field(default_factory=dict, description=_ENVIRONMENT)
     serve: SglangServe = Field(default_factory=SglangServe, description="Serving settings.")
 
 

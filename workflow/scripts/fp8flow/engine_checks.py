@@ -22,8 +22,7 @@ _PLACE = Place(host="127.0.0.1", port=8000, model_name="MODEL", threads=1, files
 
 def planned(variant: Variant) -> Served:
     """Return what a variant's server will load, with stand-ins for the folders."""
-    engine, quantization = variant.engine, variant.quantization
-    builds = engine.backend == "trtllm" and engine.path == "engine"
+    quantization = variant.quantization
     # A given checkpoint is FP8 until the job has read it.
     algorithm = ALGORITHMS.get(quantization.method, "FP8")
     return Served(
@@ -31,7 +30,7 @@ def planned(variant: Variant) -> Served:
         tokenizer=Path("TOKENIZER"),
         quant_algo=algorithm,
         kv_cache=quantization.kv_cache,
-        engine=Path("ENGINE") if builds else None,
+        engine=Path("ENGINE") if variant.builds_engine else None,
     )
 
 

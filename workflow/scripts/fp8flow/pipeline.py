@@ -218,7 +218,7 @@ class Pipeline:
     def _per_variant(self) -> Iterator[Product]:
         for variant in self.variants.values():
             yield self._quantize(variant)
-            if builds_engine(variant):
+            if variant.builds_engine:
                 yield self._build(variant)
             yield self._probe(variant)
             for scenario in self.scenarios:
@@ -228,19 +228,20 @@ class Pipeline:
         quantization, engine = variant.quantization, variant.engine
         settings: dict[str, Any] = {
             "quantization": quantization.model_dump(mode="json"),
-            "format": "tensorrt_llm" if builds_engine(variant) else "unified_hf",
+            "format": "tensorrt_llm" if variant.builds_engine else "unified_hf",
             "sources": self._given_sources(variant),
         }
         needs = {"model": self._at("model", "manifest.json")}
-        if is_calibrated(variant):
+        if variant.is_calibrated:
             settings["calibration"] = {"batch_size": self.config.calibration.batch_size}
             needs["calibration"] = self._at("data", "calibration", "manifest.json")
-        if isinstance(engine, TrtllmEngine) and builds_engine(variant):
-            settings["tensor_parallel"] = engine.tensor_parallel
         stack = None
-        if isinstance(engine, TrtllmEngine) and quantization.stack == "engine":
-            settings["stack"] = {"backend": engine.backend, "version": engine.version}
-            stack = engine_tools(engine.backend, engine.version, self.checkout)
+        if isinstance(engine, TrtllmEngine):
+            if variant.builds_engine:
+                settings["tensor_parallel"] = engine.tensor_parallel
+            if quantization.stack == "engine":
+                settings["stack"] = {"backend": engine.backend, "version": engine.version}
+                stack = engine_tools(engine.backend, engine.version, self.checkout)
         record = self._at(variant.name, "checkpoint", "manifest.json")
         spec = self._spec("quantize", settings, stack=stack)
         return Product("quantize", record, spec, needs, variant.name)
@@ -272,7 +273,7 @@ class Pipeline:
             "checkpoint": self._at(variant.name, "checkpoint", "manifest.json"),
             "dataset": self._at("data", "validation", "manifest.json"),
         }
-        if builds_engine(variant):
+        if variant.builds_engine:
             needs["engine"] = self._at(variant.name, "engine", "manifest.json")
         return needs
 
@@ -343,7 +344,7 @@ class Pipeline:
             "dataset": self._at("data", "validation", "manifest.json"),
             "checkpoint": self._at(chosen, "checkpoint", "manifest.json"),
         }
-        if is_calibrated(self.variants[chosen]):
+        if self.variants[chosen].is_calibrated:
             shared["calibration"] = self._at("data", "calibration", "manifest.json")
         package = self._at("submission", "manifest.json")
         verdict = self._at("submission", "verdict.json")
@@ -469,16 +470,6 @@ class Pipeline:
         product = self.products[record]
         sources = {self.lineage(needed) for needed in product.needs.values()}
         return lineage(product.spec.as_dict(), sources)
-
-
-def builds_engine(variant: Variant) -> bool:
-    """Return whether the variant is served from a TensorRT engine."""
-    return isinstance(variant.engine, TrtllmEngine) and variant.engine.path == "engine"
-
-
-def is_calibrated(variant: Variant) -> bool:
-    """Return whether the variant's checkpoint is made with the calibration set."""
-    return variant.quantization.method not in ("none", "given")
 
 
 def given_files(variant: Variant) -> list[str]:
