@@ -31,7 +31,7 @@ from fp8flow.records import Record, atomic_write_text, new_attempt, write_record
 from fp8flow.runs import build_run_result
 from fp8flow.serve import Resources, memory_of, serve, warm_up
 from fp8flow.server import Endpoint, GuardedProcess, describe_exit, guarded, log_tail
-from fp8flow.serving import Serving, read_settings_again
+from fp8flow.serving import DEATH_NOTICE_S, Serving, read_settings_again
 from fp8flow.spec import Spec, canonical_json, sha256_text
 from fp8flow.workload import Workload, read_workload
 
@@ -39,8 +39,6 @@ FAILURE = "failure.json"
 OUTCOME = "outcome.json"
 _WORKER_GRACE_S = 8.0
 _POLL_S = 0.2
-# How long a dead server's guard may take to say so after the client has seen it.
-_DEATH_NOTICE_S = 1.0
 
 logger = get_logger(__name__)
 
@@ -198,7 +196,7 @@ def _watch(worker: GuardedProcess, servers: Sequence[Endpoint], attempt: Path) -
         follower.show()
         time.sleep(_POLL_S)
     if worker.exit_code != 0:
-        time.sleep(_DEATH_NOTICE_S)
+        time.sleep(DEATH_NOTICE_S)
     if (dead := _dead(servers)) is not None:
         worker.stop()
         follower.show()

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fp8flow.backends import differing_settings
 from fp8flow.early_stopping import passes
 from fp8flow.evidence import NOT_MEASURED, Evidence, Finding, doubtful, found
 from fp8flow.loadgen_log import ACCURACY_LOG
 from fp8flow.records import Record, sha256_file
 from fp8flow.rules import FAIL, UNPROVEN
 from fp8flow.submission import SCORES, Scenario, attempt_folder
-
-# GPU engines size their KV cache by the memory that is free when they start.
-CACHE_TOLERANCE = 0.02
 
 Check = Callable[[Evidence, Scenario, Any], Finding]
 SCENARIO_CHECKS: dict[str, Check] = {}
@@ -358,7 +356,8 @@ def same_system(evidence: Evidence, scenario: Scenario, limit: Any) -> Finding:
         for key in ("engine", "model", "harness")
         if performance.spec["settings"].get(key) != accuracy.spec["settings"].get(key)
     ]
-    if not _same_settings(performance.result["server"], accuracy.result["server"]):
+    settings = [run.result["server"].get("settings") or {} for run in (performance, accuracy)]
+    if differing_settings(*settings):
         differing.append("server settings read back")
     for name in ("checkpoint", "dataset"):
         digest = evidence.facts[name]["digest"]
@@ -366,17 +365,6 @@ def same_system(evidence: Evidence, scenario: Scenario, limit: Any) -> Finding:
         if set(inputs) != {digest}:
             differing.append(name)
     return found(not differing, differing or "the same", "the same")
-
-
-def _same_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Compare what two servers reported; the free memory, and so the cache, varies a little."""
-    ours, theirs = (dict(server.get("settings") or {}) for server in (one, other))
-    for settings in (ours, theirs):
-        settings.pop("counters", None)
-    sizes = [settings.pop("kv_cache_tokens", None) for settings in (ours, theirs)]
-    if None in sizes:
-        return ours == theirs and sizes[0] is sizes[1]
-    return ours == theirs and max(sizes) - min(sizes) <= CACHE_TOLERANCE * max(sizes)
 
 
 @check("throughput-units")

@@ -21,7 +21,7 @@ from fp8flow.log import get_logger
 from fp8flow.ports import choose_ports
 from fp8flow.records import atomic_write_text
 from fp8flow.server import Endpoint, ServerPlan, running_servers
-from fp8flow.serving import Serving, note_settings
+from fp8flow.serving import Serving, note_settings, sums
 from fp8flow.workload import Workload, warm_up_prompts
 
 HOST = "127.0.0.1"
@@ -287,7 +287,4 @@ def warm_up(serving: Serving, harness: Mapping[str, Any]) -> None:
 
 def memory_of(servers: Sequence[Endpoint]) -> dict[str, Any] | None:
     """Return the memory of all servers together, bytes; None where nothing is known of it."""
-    found = [server.memory() for server in servers]
-    names = list(dict.fromkeys(name for memory in found for name in memory))
-    values = {name: [memory.get(name) for memory in found] for name in names}
-    return {n: None if None in v else sum(v) for n, v in values.items()} or None
+    return sums([server.memory() for server in servers]) or None

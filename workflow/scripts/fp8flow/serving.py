@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp8flow.backends import Backend
+from fp8flow.backends import Backend, differing_settings
 from fp8flow.client import Completion, request_body, run_requests
 from fp8flow.errors import FlowError
 from fp8flow.log import get_logger
@@ -16,9 +16,7 @@ from fp8flow.server import Endpoint
 from fp8flow.workload import Prompts, Workload
 
 # How long a dead server's guard may take to say so after the client has seen it.
-_DEATH_NOTICE_S = 1.0
-# Servers that size their cache by the memory they find free do not find the same to the byte.
-_CACHE_TOLERANCE = 0.02
+DEATH_NOTICE_S = 1.0
 _NOTHING_MEASURED = "nothing was measured"
 _VOID = "what was measured does not count"
 
@@ -98,7 +96,7 @@ class Serving:
         failed = [c for c in completions if c.error not in allowed]
         if not failed:
             return
-        time.sleep(_DEATH_NOTICE_S)
+        time.sleep(DEATH_NOTICE_S)
         self.require_alive(f"in {what}")
         logs = "\n".join(server.log_end() for server in self.servers)
         raise FlowError(
@@ -194,8 +192,7 @@ def common_settings(found: Sequence[Mapping[str, Any]], names: Sequence[str]) ->
     for name, settings in zip(names[1:], found[1:], strict=True):
         differing = [
             f"{key} is {json.dumps(first.get(key))} and {json.dumps(settings.get(key))}"
-            for key in sorted({*first, *settings} - {"counters"})
-            if not _alike(key, first.get(key), settings.get(key))
+            for key in differing_settings(first, settings)
         ]
         if differing:
             raise FlowError(
@@ -206,18 +203,12 @@ def common_settings(found: Sequence[Mapping[str, Any]], names: Sequence[str]) ->
     if sizes:
         first["kv_cache_tokens"] = min(sizes)
     if "counters" in first:
-        first["counters"] = _sums([settings.get("counters") or {} for settings in found])
+        first["counters"] = sums([settings.get("counters") or {} for settings in found])
     return first
 
 
-def _alike(key: str, one: Any, other: Any) -> bool:
-    if key == "kv_cache_tokens" and one and other:
-        return bool(abs(one - other) <= _CACHE_TOLERANCE * max(one, other))
-    return bool(one == other)
-
-
-def _sums(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return counters added up; what is no number, or is missing somewhere, is null."""
+def sums(counters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return numbers of several servers added up; what is none, or missing somewhere, is null."""
     names = list(dict.fromkeys(name for found in counters for name in found))
     values = {name: [found.get(name) for found in counters] for name in names}
     return {
@@ -277,8 +268,7 @@ def read_settings_again(serving: Serving) -> dict[str, Any]:
         before = fact["settings"]
         changed = [
             f"{key} was {json.dumps(before.get(key))} and is {json.dumps(after.get(key))}"
-            for key in sorted({*before, *after} - {"counters"})
-            if before.get(key) != after.get(key)
+            for key in differing_settings(before, after, same_server=True)
         ]
         if changed:
             raise FlowError(

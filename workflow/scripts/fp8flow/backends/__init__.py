@@ -16,6 +16,8 @@ from fp8flow.errors import FlowError
 
 KNOWN = ("transformers", "trtllm", "vllm", "sglang", "external")
 PageKind = Literal["json", "text"]
+# Engines size their KV cache by the memory that they find free, which varies a little.
+_CACHE_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,30 @@ class Backend(Protocol):
         Raises:
             FlowError: if the answers lack what is needed to tell.
         """
+
+
+def differing_settings(
+    one: Mapping[str, Any], other: Mapping[str, Any], *, same_server: bool = False
+) -> list[str]:
+    """Return the names of effective settings that differ; counters are none.
+
+    Args:
+        one: what ``Backend.parse_settings`` returned.
+        other: what it returned at another time or of another server.
+        same_server: whether both are of one server, whose cache keeps its size.
+    """
+    tolerance = 0.0 if same_server else _CACHE_TOLERANCE
+    return [
+        name
+        for name in sorted({*one, *other} - {"counters"})
+        if not (name in one and name in other and _alike(name, one[name], other[name], tolerance))
+    ]
+
+
+def _alike(name: str, one: Any, other: Any, cache_tolerance: float) -> bool:
+    if name == "kv_cache_tokens" and one and other:
+        return bool(abs(one - other) <= cache_tolerance * max(one, other))
+    return bool(one == other)
 
 
 def get_backend(name: str) -> Backend:
