@@ -91,12 +91,14 @@ def snakemake(configfiles: list[Path], targets: list[str]) -> float:
     return time.monotonic() - started
 
 
-def measure(configfiles: list[Path], results: Path, variant: str, scenario: str) -> dict[str, Any]:
-    """Measure one variant in one scenario on a fresh server; earlier attempts are kept."""
+def measure(configfiles: list[Path], results: Path, name: str, copy: Path) -> dict[str, Any]:
+    """Measure VARIANT:SCENARIO on a fresh server and keep its record; earlier attempts stay."""
+    variant, scenario = name.split(":")
     record = results / variant / scenario / "performance" / "run.json"
     record.unlink(missing_ok=True)
     with GpuSampler() as sampler:
         wall_s = snakemake(configfiles, [str(record)])
+    shutil.copy2(record, copy)
     result = json.loads(record.read_text())["result"]
     return {
         "variant": variant, "scenario": scenario, "wall_s": round(wall_s, 1), "gpu": sampler.busy(),
@@ -137,18 +139,12 @@ def main() -> None:
     results = Path(config.run.results)
     runs: list[dict[str, Any]] = []
     for number, name in enumerate(arguments.runs):
-        variant, scenario = name.split(":")
-        runs.append(measure(arguments.configfile, results, variant, scenario))
+        copy = arguments.output.with_name(f"run-{number}.json")
+        runs.append(measure(arguments.configfile, results, name, copy))
         arguments.output.write_text(json.dumps(runs, indent=1) + "\n")
         if number == 0:
             print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}", flush=True)
         print(row(runs[-1]), flush=True)
-        attempts = results / variant / scenario / "performance" / "attempts"
-        shutil.copy2(
-            results / variant / scenario / "performance" / "run.json",
-            arguments.output.with_name(f"run-{number}.json"),
-        )
-        assert attempts.is_dir()
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "workflow" / "scripts"))
 
-from fp8flow.backends import Place, Served, get_backend  # noqa: E402
+from fp8flow.backends import Place, get_backend  # noqa: E402
 from fp8flow.config_file import load_config  # noqa: E402
+from fp8flow.workload import read_workload  # noqa: E402
 
 SERVER_ONLY = {"--host": 1, "--port": 1, "--api-server-count": 1, "--disable-uvicorn-access-log": 0}
 
@@ -60,21 +61,21 @@ def main() -> None:
     parser.add_argument("--configfile", type=Path, nargs="+", required=True)
     parser.add_argument("--variant", required=True)
     arguments = parser.parse_args()
-    import pyarrow.parquet as pq
-
     loaded = load_config(arguments.configfile)
     variant, results = loaded.variants[arguments.variant], Path(loaded.config.run.results)
-    checkpoint = (results / arguments.variant / "checkpoint").resolve()
-    quantized = json.loads((checkpoint / "manifest.json").read_text())["result"]
+    name = loaded.config.model.name
+    workload = read_workload(
+        results / arguments.variant / "checkpoint" / "manifest.json",
+        results / "data" / "validation" / "manifest.json",
+        name,
+    )
     engine = variant.engine.model_dump(mode="json")
-    served = Served(checkpoint, checkpoint, quantized["quant_algo"], variant.quantization.kv_cache)
-    place = Place("127.0.0.1", 0, loaded.config.model.name, 1, checkpoint)
+    place = Place("127.0.0.1", 0, name, 1, results)
     backend = get_backend(engine["backend"])
     os.environ |= backend.serve_environment(engine, 1)
-    samples = pq.read_table(results / "data" / "validation" / "samples.parquet")
-    prompts = [{"prompt_token_ids": ids} for ids in samples["token_ids"].to_pylist()]
+    prompts = [{"prompt_token_ids": ids.tolist()} for ids in workload.prompts]
     started = time.perf_counter()
-    llm = make_engine(backend.serve_command(engine, served, place))
+    llm = make_engine(backend.serve_command(engine, workload.served, place))
     start_s = time.perf_counter() - started
     from vllm import SamplingParams
 

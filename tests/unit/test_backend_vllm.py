@@ -248,3 +248,10 @@ def test_a_special_build_is_the_same_version() -> None:
 def test_precision_of_the_cache_has_one_name() -> None:
     other = METRICS.replace('cache_dtype="fp8"', 'cache_dtype="fp8_e4m3"')
     assert BACKEND.parse_settings(PAGES | {"/metrics": other}, LOG)["kv_cache_dtype"] == "fp8"
+
+
+def test_configured_paths_do_not_hide_the_scheduler() -> None:
+    engine = section(environment={"PYTHONPATH": "/plugins"}, serve={"scheduler": "phased"})
+    first, *rest = BACKEND.serve_environment(engine, 4)["PYTHONPATH"].split(":")
+    assert (Path(first) / "fp8flow" / "vllm_scheduler.py").is_file()
+    assert rest == ["/plugins"]

@@ -300,7 +300,7 @@ def test_the_warm_up_asks_for_nothing_that_is_in_the_set(tmp_path):
     workload = read_workload(checkpoint, dataset, "fake")
     with serve(FakeBackend(), workload, {}, RESOURCES, tmp_path, 30.0) as serving:
         warm_up(serving, make_spec(warmup_requests=5).settings["harness"])
-        seen = serving.server.get_json("/fake/stats")["prompts"]
+        seen = serving.server.get_page("/fake/stats", "json")["prompts"]
     assert len(seen) == len(set(seen)) == 6  # one for the first token
     assert not set(seen) & {fakeserver.prompt_digest(p.tolist()) for p in workload.prompts}
 

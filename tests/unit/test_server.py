@@ -84,7 +84,7 @@ def program(tmp_path, body):
 def test_ready_then_stopped(serve):
     with serve() as server:
         pid, port = server.process.pid, server.port
-        assert server.get_json("/v1/models")["data"][0]["id"] == "fake"
+        assert server.get_page("/v1/models", "json")["data"][0]["id"] == "fake"
         assert os.getpgid(pid) == pid != os.getpgid(0)
         assert os.getsid(server.process._guard.pid) != os.getsid(0)
         memory = server.memory()
@@ -248,7 +248,7 @@ def test_the_environment_of_the_server(serve, tmp_path, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:3128")
     given = {"OMP_NUM_THREADS": "2", "PATH": os.environ["PATH"]}
     with serve(program(tmp_path, "serve()"), env=given) as server:
-        seen = server.get_json("/environment")
+        seen = server.get_page("/environment", "json")
         scratch = Path(seen["TMPDIR"])
         assert scratch.is_dir() and len(str(scratch)) < 60
         (scratch / "left").write_text("behind")

@@ -74,10 +74,10 @@ def test_two_servers_share_the_work(tmp_path):
 
 def test_first_token_and_warm_up_reach_every_server(tmp_path, workload):
     with serve_two(workload, FakeBackend(), tmp_path) as serving:
-        counts = [one.get_json("/fake/stats")["requests"] for one in serving.servers]
+        counts = [one.get_page("/fake/stats", "json")["requests"] for one in serving.servers]
         assert counts == [1, 1]
         warm_up(serving, make_spec(warmup_requests=4).settings["harness"])
-        counts = [one.get_json("/fake/stats")["requests"] for one in serving.servers]
+        counts = [one.get_page("/fake/stats", "json")["requests"] for one in serving.servers]
         assert counts == [3, 3]
 
 

@@ -41,7 +41,12 @@ def read_token_rows(path: Path) -> list[list[int]]:
     return rows
 
 
-def _check_rows(rows: Sequence[Sequence[int]]) -> None:
+def check_rows(rows: Sequence[Sequence[int]]) -> None:
+    """Check that there is something to calibrate with.
+
+    Raises:
+        FlowError: if there are no rows, or one is empty.
+    """
     if not rows or not all(rows):
         raise FlowError(
             "the calibration set has no rows or an empty one; check calibration.source and samples"
@@ -59,7 +64,7 @@ def equal_length_batches(rows: Sequence[Sequence[int]], batch_size: int) -> list
     Raises:
         FlowError: if there are no rows, or one is empty.
     """
-    _check_rows(rows)
+    check_rows(rows)
     by_length: dict[int, Batch] = defaultdict(list)
     for row in rows:
         by_length[len(row)].append(list(row))
@@ -86,7 +91,7 @@ def packed_batches(
     Raises:
         FlowError: if there are no rows, or one is empty.
     """
-    _check_rows(rows)
+    check_rows(rows)
     batches: list[Batch] = []
     room = 0
     for row in rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ class Claims:
     kv_cache_quant_algo: str | None = None
     exclude: tuple[str, ...] = ()
     producer: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self, files: list[str]) -> dict[str, Any]:
+        """Return the claims for a record, and the files that they were read from."""
+        return {**asdict(self), "exclude": list(self.exclude), "read_from": files}
 
     def excludes(self, module: str) -> bool:
         """Return whether a module, or one that holds it, is excluded."""
@@ -247,23 +251,22 @@ def inspect_checkpoint(folder: Path, *, kv_scales_optional: bool = False) -> dic
     matrices = _matrices(tensors)
     quantized = sorted(name for name, info in matrices.items() if info.dtype == FP8_DTYPE)
     return {
-        "claims": {
-            "quant_algo": claims.quant_algo,
-            "kv_cache_quant_algo": claims.kv_cache_quant_algo,
-            "exclude": list(claims.exclude),
-            "producer": claims.producer,
-            "read_from": _claim_files(folder, config),
-        },
-        "modules": {
-            "quantized_count": len(quantized),
-            "quantized": quantized,
-            "unquantized": sorted(set(matrices) - set(quantized)),
-        },
+        "claims": claims.as_dict(_claim_files(folder, config)),
+        "modules": describe_modules(matrices, quantized),
         "scales": scale_report(values, _SCALES),
         "dtype": read_dtype(config),
         "rope": read_rope(config).as_dict(),
         "parameters": _parameters(tensors),
         "bytes": sum(path.stat().st_size for path in {info.file for info in tensors.values()}),
+    }
+
+
+def describe_modules(modules: Iterable[str], quantized: list[str]) -> dict[str, Any]:
+    """Return which of a checkpoint's linear modules are quantized, for a record."""
+    return {
+        "quantized_count": len(quantized),
+        "quantized": quantized,
+        "unquantized": sorted(set(modules) - set(quantized)),
     }
 
 

@@ -22,6 +22,7 @@ from fp8flow.activation_ranges import (
     KV_CACHE,
     Batch,
     can_pack,
+    check_rows,
     equal_length_batches,
     measure_ranges,
     packed_batches,
@@ -363,7 +364,7 @@ def _rows(recipe: Recipe, samples: Path | None) -> list[list[int]]:
             f"quantization.method {recipe.method} needs a calibration set; give --calibration"
         )
     rows = read_token_rows(samples)
-    equal_length_batches(rows, 1)
+    check_rows(rows)
     return rows
 
 

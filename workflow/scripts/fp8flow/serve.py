@@ -59,6 +59,15 @@ class Resources:
     stop_grace_s: float = 20.0
     launcher: str = ""
 
+    @property
+    def launcher_words(self) -> list[str]:
+        """The launcher as words of a command line."""
+        return shlex.split(self.launcher)
+
+    def threads_each(self, servers: int) -> int:
+        """Return the CPU threads of one of several servers."""
+        return max(1, self.threads // servers)
+
 
 def inherited_environment() -> dict[str, str]:
     """Return what a server takes over of the job's environment.
@@ -128,15 +137,14 @@ def _plans(
     """Return one server for each group of GPUs."""
     from fp8flow.launch import cache_environment
 
-    count = len(groups)
-    threads = max(1, resources.threads // count)
+    count, inherited = len(groups), inherited_environment()
+    threads = resources.threads_each(count)
     own = backend.serve_environment(engine, threads)
-    inherited, launcher = inherited_environment(), shlex.split(resources.launcher)
     plans = []
     for number, (port, gpus) in enumerate(zip(choose_ports(HOST, count), groups, strict=True)):
         place = Place(HOST, port, workload.model_name, threads, folder)
         variables = {**own, **gpu_environment(gpus)}
-        argv = [*launcher, *backend.serve_command(engine, workload.served, place)]
+        argv = [*resources.launcher_words, *backend.serve_command(engine, workload.served, place)]
         _require_program(argv[0], backend, inherited.get("PATH"))
         plans.append(
             ServerPlan(
@@ -184,7 +192,7 @@ def _started(
     """Start servers; they are gone at the end."""
     files = _write_serve_files(backend, engine, workload.served, folder)
     plans = _plans(backend, workload, engine, resources, folder, accelerators.groups)
-    launcher = shlex.split(resources.launcher)
+    launcher, threads = resources.launcher_words, resources.threads_each(len(plans))
     dropped = sorted(set(os.environ) - set(inherited_environment()))
     with running_servers(
         plans,
@@ -196,7 +204,6 @@ def _started(
             {**_plan_facts(plan, len(launcher)), "startup_s": round(server.startup_s, 3)}
             for plan, server in zip(plans, servers, strict=True)
         ]
-        threads = max(1, resources.threads // len(plans))
         facts: dict[str, Any] = {
             "backend": backend.name,
             "argv": each[0]["argv"],

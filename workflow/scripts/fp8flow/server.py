@@ -306,10 +306,6 @@ class Endpoint:
             wanted = "JSON" if kind == "json" else "text"
             raise FlowError(f"{url} gives no {wanted}: {error}") from error
 
-    def get_json(self, path: str) -> Any:
-        """Return the JSON that the server has at ``path`` (see :meth:`get_page`)."""
-        return self.get_page(path, "json")
-
     def memory(self) -> dict[str, Any]:
         """Return nothing: the memory of somebody else's processes is not known."""
         return {}

@@ -15,6 +15,7 @@ from fp8flow.checkpoint import (
     FLOATS,
     STATIC,
     Claims,
+    describe_modules,
     raise_for,
     scale_problem,
     unknown_algo,
@@ -244,18 +245,8 @@ def inspect_trtllm_checkpoint(folder: Path, tensor_parallel: int) -> dict[str, A
     modules = sorted(geometry.linear_shapes())
     quantized = [module for module in modules if _is_quantized(module, claims)]
     return {
-        "claims": {
-            "quant_algo": claims.quant_algo,
-            "kv_cache_quant_algo": claims.kv_cache_quant_algo,
-            "exclude": list(claims.exclude),
-            "producer": claims.producer,
-            "read_from": ["config.json"],
-        },
-        "modules": {
-            "quantized_count": len(quantized),
-            "quantized": quantized,
-            "unquantized": sorted(set(modules) - set(quantized)),
-        },
+        "claims": claims.as_dict(["config.json"]),
+        "modules": describe_modules(modules, quantized),
         "scales": scale_report(values, SCALES),
         "dtype": config.get("dtype"),
         "rope": read_trtllm_rope(config).as_dict(),

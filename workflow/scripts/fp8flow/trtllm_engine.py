@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp8flow.backends.common import WORKFLOW
+from fp8flow.backends.common import WORKFLOW, instead
 from fp8flow.checkpoint import DYNAMIC
 from fp8flow.errors import FlowError
 from fp8flow.weights import read_json
@@ -83,8 +83,7 @@ def _options(options: Mapping[str, Any]) -> dict[str, str]:
     for name, value in sorted(options.items()):
         key = name.replace("-", "_")
         if (owner := _OWNERS.get(key)) is not None:
-            instead = "leave it out" if owner == WORKFLOW else f"set {owner} instead"
-            raise FlowError(f"{OPTIONS}: {name}: {instead}")
+            raise FlowError(f"{OPTIONS}: {name}: {instead(owner)}")
         if not isinstance(value, bool | int | str) or value == "":
             raise FlowError(f"{OPTIONS}: {name}: {value!r} is no value of a command line")
         found[key] = _SWITCH[value] if isinstance(value, bool) else str(value)

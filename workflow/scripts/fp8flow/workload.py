@@ -35,8 +35,7 @@ class Workload:
     def served(self) -> Served:
         """What a server loads, by the checkpoint's own record."""
         result, root = self.checkpoint.result, self.checkpoint.root
-        form = result.get("format") or self.checkpoint.spec["settings"].get("format")
-        apart = form == "tensorrt_llm"
+        apart = result.get("format") == "tensorrt_llm"
         return Served(
             checkpoint=root,
             tokenizer=root / "tokenizer" if apart else root,

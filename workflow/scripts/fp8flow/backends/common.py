@@ -83,12 +83,13 @@ def option_flags(
             raise FlowError(f"{place}: write names in lower case with '-', without leading dashes")
         owner = owners.get(name.removeprefix("no-"))
         if owner is not None:
-            raise FlowError(f"{place}: {_instead(owner)}")
+            raise FlowError(f"{place}: {instead(owner)}")
         argv += _flag(name, value, negated, place)
     return argv
 
 
-def _instead(owner: str) -> str:
+def instead(owner: str) -> str:
+    """Return what to do with an option that a setting, or the workflow, owns."""
     return f"{owner}; leave it out" if owner == WORKFLOW else f"set {owner} instead"
 
 
@@ -105,6 +106,26 @@ def _flag(name: str, value: Any, negated: bool, place: str) -> list[str]:
     if not values or not all(values):
         raise FlowError(f"{place}: is empty")
     return [f"--{name}", *values]
+
+
+def setting_flags(serve: Mapping[str, Any], flags: Mapping[str, str]) -> list[str]:
+    """Return the arguments of settings that have a value.
+
+    Args:
+        serve: the section ``engine.serve``.
+        flags: setting -> flag without dashes.
+    """
+    return [
+        word
+        for key, flag in flags.items()
+        if serve[key] is not None
+        for word in (f"--{flag}", str(serve[key]))
+    ]
+
+
+def startup_log(log: str) -> str:
+    """Return what a server logged before it answered; what comes later must change no settings."""
+    return log.partition("Application startup complete")[0]
 
 
 def compact_json(value: Any) -> str:

@@ -19,6 +19,7 @@ from fp8flow.backends.common import (
     model_length,
     option_flags,
     page,
+    setting_flags,
 )
 from fp8flow.errors import FlowError
 
@@ -95,9 +96,7 @@ class SglangBackend:
         argv += _quantization(served.quant_algo)
         argv += ["--kv-cache-dtype", _KV_DTYPES.get(served.kv_cache, served.kv_cache)]
         argv += [] if serve["prefix_caching"] else ["--disable-radix-cache"]
-        for key, flag in _FLAGS.items():
-            if serve[key] is not None:
-                argv += [f"--{flag}", str(serve[key])]
+        argv += setting_flags(serve, _FLAGS)
         argv += ["--tensor-parallel-size", str(engine["tensor_parallel"])]
         # Reports cached tokens in the usage; sampling as asked, not by generation_config.json.
         argv += ["--enable-cache-report", "--sampling-defaults", "openai"]

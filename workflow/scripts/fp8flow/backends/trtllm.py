@@ -21,7 +21,10 @@ from fp8flow.backends.common import (
     WORKFLOW,
     engine_version,
     exact_length_fields,
+    instead,
     log_fact,
+    setting_flags,
+    startup_log,
 )
 from fp8flow.errors import FlowError
 
@@ -60,7 +63,6 @@ _LOG_NUMBERS = {
     "max_batch_size": re.compile(r"max_num_tokens=\d+, max_batch_size=(\d+)"),
     "kv_cache_tokens": re.compile(r"GiB for max tokens in paged KV cache \((\d+)\)"),
 }
-_STARTED = "Application startup complete"
 
 
 class TrtllmBackend:
@@ -97,8 +99,7 @@ class TrtllmBackend:
         argv = ["trtllm-serve", "serve", str(model), "--backend", _BACKENDS[path]]
         argv += ["--tokenizer", str(served.tokenizer)]
         argv += ["--host", place.host, "--port", str(place.port)]
-        for key, flag in _SIZES.items():
-            argv += [f"--{flag}", str(serve[key])]
+        argv += setting_flags(serve, _SIZES)
         argv += ["--max_beam_width", "1", "--tp_size", str(engine["tensor_parallel"])]
         return [*argv, "--extra_llm_api_options", str(place.files / FILE)]
 
@@ -126,7 +127,7 @@ class TrtllmBackend:
         Raises:
             FlowError: if the server does not tell its version.
         """
-        started = log.partition(_STARTED)[0]
+        started = startup_log(log)
         numbers = {name: log_fact(pattern, started) for name, pattern in _LOG_NUMBERS.items()}
         return {
             **engine_version("trtllm", pages, "/version"),
@@ -185,10 +186,7 @@ def _refuse_owned(path: Path, value: Any, present: Any) -> None:
     group = isinstance(present, Mapping) and not isinstance(value, Mapping)
     for owned, setting in _OWNERS.items():
         if owned in given or (group and owned[: len(path)] == path):
-            what = f"{OPTIONS}: {'.'.join(owned)}"
-            if setting == WORKFLOW:
-                raise FlowError(f"{what}: {setting}; leave it out")
-            raise FlowError(f"{what}: set {setting} instead")
+            raise FlowError(f"{OPTIONS}: {'.'.join(owned)}: {instead(setting)}")
 
 
 BACKEND = TrtllmBackend()

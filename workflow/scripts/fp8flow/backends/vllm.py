@@ -25,6 +25,8 @@ from fp8flow.backends.common import (
     model_length,
     option_flags,
     parse_prometheus,
+    setting_flags,
+    startup_log,
 )
 from fp8flow.errors import FlowError
 
@@ -68,8 +70,6 @@ _COUNTERS = {
     "vllm:prefix_cache_hits_total": "prefix_hit_tokens",
     "vllm:num_preemptions_total": "preemptions",
 }
-# The last line before the server answers; what comes later must not change the settings.
-_STARTED = "Application startup complete"
 _INTEGER, _TEXT = r"(\d+)", r"([\w.-]+)"
 # Name -> pattern in the log at start-up. The engine logs its configuration in one line.
 _CONFIG = r"Initializing a V1 LLM engine .* with config: .*?\b"
@@ -119,9 +119,7 @@ class VllmBackend:
         argv += ["--kv-cache-dtype", served.kv_cache]
         caching = "enable" if serve["prefix_caching"] else "no-enable"
         argv += [f"--{caching}-prefix-caching"]
-        for key, flag in _SIZES.items():
-            if serve[key] is not None:
-                argv += [f"--{flag}", str(serve[key])]
+        argv += setting_flags(serve, _SIZES)
         argv += ["--tensor-parallel-size", str(engine["tensor_parallel"])]
         # The model's own generation_config.json would change sampling; its end tokens still count.
         argv += ["--generation-config", "vllm", "--disable-uvicorn-access-log"]
@@ -138,12 +136,13 @@ class VllmBackend:
         its processes share the cores with each other and with the client.
         """
         own = OFFLINE | {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        variables = own | engine["environment"]
         if engine["serve"]["scheduler"] == "phased":
-            paths = [str(_SCRIPTS), os.environ.get("PYTHONPATH", "")]
-            own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            inherited = variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_SCRIPTS), inherited]))
             # A container gets none of the host's paths but this one.
-            own["APPTAINERENV_PYTHONPATH"] = str(_SCRIPTS)
-        return own | engine["environment"]
+            variables["APPTAINERENV_PYTHONPATH"] = str(_SCRIPTS)
+        return variables
 
     def request_fields(self, min_tokens: int, max_tokens: int) -> dict[str, Any]:
         """Return the greedy fields of vLLM's dialect, with token ids in the answer."""
@@ -172,7 +171,7 @@ class VllmBackend:
             FlowError: if neither tells.
         """
         samples = parse_prometheus(pages.get("/metrics") or "")
-        found = _from_log(log.partition(_STARTED)[0]) | _cache_settings(samples)
+        found = _from_log(startup_log(log)) | _cache_settings(samples)
         if "prefix_reuse" not in found:
             raise FlowError(
                 f"neither vLLM's /metrics ({_CACHE}) nor its log tells about prefix caching. "
