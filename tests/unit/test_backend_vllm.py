@@ -251,7 +251,7 @@ def test_precision_of_the_cache_has_one_name() -> None:
 
 
 def test_configured_paths_do_not_hide_the_scheduler() -> None:
-    engine = section(environment={"PYTHONPATH": "/plugins"}, serve={"scheduler": "phased"})
+    engine = section(scheduler="phased") | {"environment": {"PYTHONPATH": "/plugins"}}
     first, *rest = BACKEND.serve_environment(engine, 4)["PYTHONPATH"].split(":")
     assert (Path(first) / "fp8flow" / "vllm_scheduler.py").is_file()
     assert rest == ["/plugins"]
